@@ -1,0 +1,1 @@
+"""Decode attention over paged K/V blocks."""

@@ -1,0 +1,1 @@
+"""pagedkv: an embeddable KV-cache memory manager."""

@@ -1,0 +1,24 @@
+"""Errors. Misuse is always a ``ValueError`` subclass with the numbers in it, and changes nothing.
+
+What merely does not fit *now* is no error: the call returns ``None`` or ``False``.
+"""
+
+
+class PagedKVError(ValueError):
+    """Base of every error that pagedkv raises for a caller's mistake."""
+
+
+class BlockError(PagedKVError):
+    """A block id that is foreign, repeated, or in the wrong state (for example freed twice)."""
+
+
+class SequenceError(PagedKVError):
+    """A sequence that is not open, is open already, or is asked for something out of its range."""
+
+
+class NeverFits(PagedKVError):
+    """The request can never be served by this pool, however long the caller waits."""
+
+
+class SpecError(PagedKVError):
+    """A cache geometry that is impossible, or a model config whose cache is not known exactly."""

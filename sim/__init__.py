@@ -1,0 +1,1 @@
+"""A simulator that replays long-context traces through the real manager."""
