@@ -1,1 +1,55 @@
-"""pagedkv: an embeddable KV-cache memory manager."""
+"""pagedkv: an embeddable KV-cache memory manager.
+
+``import pagedkv`` needs numpy only. ``KVStorage`` and ``PagedKVCache`` import torch when first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from pagedkv.block_pool import BlockPool
+from pagedkv.errors import BlockError, NeverFits, PagedKVError, SequenceError, SpecError
+from pagedkv.manager import BlockCopies, KVCacheManager, Opened
+from pagedkv.namespace import Media, Namespace
+from pagedkv.page_table import NULL_BLOCK, PAD_SLOT, PageTable
+from pagedkv.spec import KVCacheSpec, LayerSpec
+from pagedkv.stats import CacheBytes, ManagerStats
+
+if TYPE_CHECKING:
+    from pagedkv.cache import DecodeBatch, PagedKVCache
+    from pagedkv.storage import KVStorage
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NULL_BLOCK",
+    "PAD_SLOT",
+    "BlockCopies",
+    "BlockError",
+    "BlockPool",
+    "CacheBytes",
+    "DecodeBatch",
+    "KVCacheManager",
+    "KVCacheSpec",
+    "KVStorage",
+    "LayerSpec",
+    "ManagerStats",
+    "Media",
+    "Namespace",
+    "NeverFits",
+    "Opened",
+    "PageTable",
+    "PagedKVCache",
+    "PagedKVError",
+    "SequenceError",
+    "SpecError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the classes that need torch only when they are asked for."""
+    if name in ("PagedKVCache", "DecodeBatch"):
+        import pagedkv.cache as module
+    elif name == "KVStorage":
+        import pagedkv.storage as module  # type: ignore[no-redef]
+    else:
+        raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")
+    return getattr(module, name)

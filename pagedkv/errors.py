@@ -22,3 +22,9 @@ class NeverFits(PagedKVError):
 
 class SpecError(PagedKVError):
     """A cache geometry that is impossible, or a model config whose cache is not known exactly."""
+
+
+def check(holds: bool, what: str) -> None:
+    """Raise ``AssertionError`` unless an invariant holds: our own bug, never the caller's mistake."""
+    if not holds:
+        raise AssertionError(f"broken invariant: {what}")

@@ -1,0 +1,188 @@
+"""The block pool: ids, ref counts, states and generations, and nothing else."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.errors import BlockError, check
+from pagedkv.page_table import Int32Array
+
+FREE, CACHED, ACTIVE = 0, 1, 2
+"""No content; content reusable and evictable, ref_count 0; ref_count > 0."""
+
+NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
+_STATE_NAMES = ("free", "cached", "active")
+
+
+class BlockCounts(NamedTuple):
+    """How many blocks are in each of the three disjoint states."""
+
+    free: int
+    cached: int
+    active: int
+
+
+class BlockPool:
+    """Hands out block ids ``1..num_blocks`` and counts the references on them.
+
+    ::
+
+                 acquire (new)              release, ref_count 0, retain
+        free  ----------------->  active  ------------------------------>  cached
+          ^                        |  ^         acquire (shared)             |
+          '--- release, ref_count 0'  '--------------------------------------|
+          '---------------------------------- evict -------------------------'
+
+    Every call takes whole arrays of ids and checks all of them in O(1) per id before it changes
+    anything: an id that is out of range, named twice or in the wrong state raises ``BlockError`` and
+    leaves the pool as it was. Ids are reused last-in first-out, so the same calls give the same ids.
+
+    >>> pool = BlockPool(4)
+    >>> ids = pool.acquire(3); ids.tolist()
+    [1, 2, 3]
+    >>> pool.release(ids[:2], retain=np.array([True, False])).tolist()
+    [1]
+    >>> pool.counts
+    BlockCounts(free=2, cached=1, active=1)
+    >>> pool.release(ids[1:2], retain=np.array([False]))
+    Traceback (most recent call last):
+    pagedkv.errors.BlockError: cannot release block 2: it is free, must be active
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """Make a pool of ``num_blocks`` free blocks (ids from 1; id 0 is the reserved null block)."""
+        self.num_blocks = num_blocks
+        self.ref_count: Int32Array = np.zeros(num_blocks + 1, np.int32)
+        self.state: npt.NDArray[np.uint8] = np.zeros(num_blocks + 1, np.uint8)
+        self.generation: npt.NDArray[np.uint32] = np.zeros(num_blocks + 1, np.uint32)
+        self._free: Int32Array = np.arange(num_blocks, 0, -1, dtype=np.int32)
+        self._num_free = num_blocks
+        self._num_cached = 0
+        self._seen: Int32Array = np.zeros(num_blocks + 1, np.int32)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without content."""
+        return self._num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds but whose content may be hit again."""
+        return self._num_cached
+
+    @property
+    def num_active(self) -> int:
+        """Blocks that somebody holds."""
+        return self.num_blocks - self._num_free - self._num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out: free + cached."""
+        return self._num_free + self._num_cached
+
+    @property
+    def counts(self) -> BlockCounts:
+        """The three counts at once; they always add up to ``num_blocks``."""
+        return BlockCounts(self._num_free, self._num_cached, self.num_active)
+
+    def acquire(
+        self, num_new: int, shared: Int32Array = NO_BLOCKS, victims: Int32Array = NO_BLOCKS
+    ) -> Int32Array:
+        """Take a reference on each of ``shared`` and hand out ``num_new`` blocks, in one step.
+
+        New blocks come from the free ones first; ``victims`` (cached blocks) must make up exactly
+        the shortfall. A new block starts with ref_count 1 and the next generation.
+
+        Returns the new ids, int32 [num_new]. Raises ``BlockError`` with nothing changed.
+        Cost: O(num_new + len(shared)).
+        """
+        if num_new < 0:
+            raise BlockError(f"cannot acquire {num_new} blocks")
+        shortfall = max(0, num_new - self._num_free)
+        if len(victims) != shortfall:
+            raise BlockError(
+                f"acquiring {num_new} blocks with {self._num_free} free needs {shortfall} victims, got {len(victims)}"
+            )
+        self._require(victims, (CACHED,), "evict")
+        self._require(shared, (CACHED, ACTIVE), "share")
+        if shortfall and len(shared) and np.isin(victims, shared).any():
+            raise BlockError("a block cannot be shared and evicted in one step")
+        from_free = num_new - shortfall
+        new = np.concatenate([self._free[self._num_free - from_free : self._num_free][::-1], victims])
+        self._num_free -= from_free
+        revived = int(np.count_nonzero(self.state[shared] == CACHED)) if len(shared) else 0
+        self._num_cached -= shortfall + revived
+        self.ref_count[shared] += 1
+        self.state[shared] = ACTIVE
+        self.ref_count[new] = 1
+        self.state[new] = ACTIVE
+        self.generation[new] += 1
+        return new
+
+    def release(self, ids: Int32Array, retain: npt.NDArray[np.bool_]) -> Int32Array:
+        """Drop one reference on each id; at zero a block becomes cached where ``retain``, else free.
+
+        Returns the ids that became cached, in the order given. Raises ``BlockError`` with nothing
+        changed. Cost: O(len(ids)).
+        """
+        if len(retain) != len(ids):
+            raise BlockError(f"{len(ids)} ids but {len(retain)} retain flags")
+        self._require(ids, (ACTIVE,), "release")
+        left = self.ref_count[ids] - 1
+        self.ref_count[ids] = left
+        idle = left == 0
+        cached: Int32Array = ids[idle & retain]
+        freed: Int32Array = ids[idle & ~retain]
+        self.state[cached] = CACHED
+        self._num_cached += len(cached)
+        self._push_free(freed)
+        return cached
+
+    def evict(self, ids: Int32Array) -> None:
+        """Turn cached blocks into free ones. Raises ``BlockError`` with nothing changed."""
+        self._require(ids, (CACHED,), "evict")
+        self._num_cached -= len(ids)
+        self._push_free(ids)
+
+    def _push_free(self, ids: Int32Array) -> None:
+        self.state[ids] = FREE
+        self._free[self._num_free : self._num_free + len(ids)] = ids
+        self._num_free += len(ids)
+
+    def _require(self, ids: Int32Array, states: tuple[int, ...], verb: str) -> None:
+        """Refuse ids that are out of range, repeated, or in none of ``states``."""
+        if not len(ids):
+            return
+        if int(ids.min()) < 1 or int(ids.max()) > self.num_blocks:
+            bad = ids[(ids < 1) | (ids > self.num_blocks)][0]
+            raise BlockError(f"cannot {verb} block {bad}: ids are 1..{self.num_blocks}")
+        order = np.arange(len(ids), dtype=np.int32)
+        self._seen[ids] = order
+        if not np.array_equal(self._seen[ids], order):
+            bad = ids[self._seen[ids] != order][0]
+            raise BlockError(f"cannot {verb} block {bad} twice in one call")
+        state = self.state[ids]
+        wrong = state < min(states)
+        if max(states) < ACTIVE:
+            wrong |= state > max(states)
+        if wrong.any():
+            bad, found = ids[wrong][0], _STATE_NAMES[state[wrong][0]]
+            wanted = " or ".join(_STATE_NAMES[s] for s in states)
+            raise BlockError(f"cannot {verb} block {bad}: it is {found}, must be {wanted}")
+
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if the pool contradicts itself. Cost: O(num_blocks), vectorised."""
+        state, refs = self.state[1:], self.ref_count[1:]
+        free = np.sort(self._free[: self._num_free])
+        check(
+            np.array_equal(free, np.flatnonzero(self.state == FREE)[1:]),
+            "the free stack is not the free blocks",
+        )
+        check(int(np.count_nonzero(state == CACHED)) == self._num_cached, "the cached count is wrong")
+        check(
+            bool(((refs > 0) == (state == ACTIVE)).all()),
+            "a block is active without a reference, or idle with one",
+        )
+        check(bool((refs >= 0).all()), "a ref_count is negative")
+        check(self.ref_count[0] == 0 and self.state[0] == FREE, "the null block is in use")

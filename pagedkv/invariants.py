@@ -1,0 +1,80 @@
+"""What must hold between the parts of a manager after every call."""
+
+import numpy as np
+
+from pagedkv.block_pool import ACTIVE, CACHED, FREE, BlockPool
+from pagedkv.errors import check
+from pagedkv.eviction import LRUOrder
+from pagedkv.namespace import ExtraKeys
+from pagedkv.page_table import Int64Array, PageTable
+from pagedkv.prefix_index import ROOT, PrefixIndex
+
+
+def check_invariants(
+    pool: BlockPool,
+    index: PrefixIndex,
+    order: LRUOrder,
+    tables: PageTable,
+    committed: Int64Array,
+    num_indexed: Int64Array,
+    extra_keys: ExtraKeys,
+) -> None:
+    """Raise ``AssertionError`` naming the first broken invariant. Cost: O(blocks + table entries in use)."""
+    pool.check_invariants()
+    _check_tables(pool, tables)
+    _check_index(pool, index, extra_keys)
+    _check_order(pool, index, order)
+    for seq_id in tables.seq_ids:
+        _check_sequence(index, tables, committed, num_indexed, tables.row(seq_id))
+
+
+def _check_tables(pool: BlockPool, tables: PageTable) -> None:
+    rows = tables.rows(tables.seq_ids)
+    counts = -(-tables.seq_len[rows] // tables.block_size)
+    held = tables.blocks[rows][np.arange(tables.blocks.shape[1]) < counts[:, None]]
+    check(len(held) == int(counts.sum()) and bool((held > 0).all()), "a sequence holds the null block")
+    references = np.bincount(held, minlength=pool.num_blocks + 1)
+    check(np.array_equal(references, pool.ref_count), "ref_counts are not the number of holders")
+    check(np.count_nonzero(tables.blocks) == len(held), "the page table has an entry beyond a sequence")
+
+
+def _check_index(pool: BlockPool, index: PrefixIndex, extra_keys: ExtraKeys) -> None:
+    ids = np.flatnonzero(index.indexed)
+    check(len(ids) == len(index), "the index and its flags differ in size")
+    holders = [index.block_of(key) for key in index.hash[ids].tolist()]
+    check(holders == ids.tolist(), "a hash leads to another block")
+    check(bool((pool.state[ids] != FREE).all()), "a free block is indexed")
+    check(bool(index.indexed[pool.state == CACHED].all()), "a cached block cannot be found")
+    parents = index.parent[ids]
+    check(
+        bool(((parents == ROOT) | index.indexed[parents]).all()), "a block is indexed but its parent is not"
+    )
+    active = pool.state[ids] == ACTIVE
+    check(
+        bool(((parents == ROOT) | ~active | (pool.state[parents] == ACTIVE)).all()),
+        "a block is active but its parent is not",
+    )
+    used = set(index.extra[ids].tolist()) - {0}
+    check(used <= extra_keys.ids(), "an indexed block has an extra key that was dropped")
+
+
+def _check_order(pool: BlockPool, index: PrefixIndex, order: LRUOrder) -> None:
+    ids = order.ids()
+    check(
+        np.array_equal(np.sort(ids), np.flatnonzero(pool.state == CACHED)),
+        "the order is not the cached blocks",
+    )
+    place = np.full(pool.num_blocks + 1, np.iinfo(np.int64).max)
+    place[ids] = np.arange(len(ids))
+    check(bool((place[index.parent[ids]] > place[ids]).all()), "a parent would be evicted before its child")
+
+
+def _check_sequence(
+    index: PrefixIndex, tables: PageTable, committed: Int64Array, num_indexed: Int64Array, row: int
+) -> None:
+    length, done, shared = int(tables.seq_len[row]), int(committed[row]), int(num_indexed[row])
+    check(0 <= done <= length, "more tokens are committed than the sequence has")
+    check(shared <= done // tables.block_size, "an uncommitted block is shared")
+    chain = tables.blocks[row, :shared]
+    check(bool(index.indexed[chain].all()), "a sequence's shared prefix is not indexed")
+    check(np.array_equal(index.parent[chain[1:]], chain[:-1]), "a sequence's prefix is not a chain")

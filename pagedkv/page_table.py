@@ -1,0 +1,239 @@
+"""The page table: which blocks hold which sequence, and the two batch dialects that kernels read."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.arithmetic import div_ceil
+from pagedkv.errors import PagedKVError, SequenceError
+
+NULL_BLOCK = 0
+"""Reserved block id: never handed out, never counted; pads every table."""
+
+PAD_SLOT = -1
+"""Slot of a padded row: nothing is written for it."""
+
+SeqId = Hashable
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+class PageTable:
+    """All sequences' rows of block ids, as one array.
+
+    ::
+
+        blocks : [max_seqs, max_blocks_per_seq] int32, NULL_BLOCK beyond a sequence's blocks
+        seq_len: [max_seqs] int64, tokens of the sequence that have a slot (written or about to be)
+
+        row     0    1    2    3        seq_len = 37, block_size = 16
+              | 7  | 3  | 9  | 0 | ...  position p lives in slot blocks[p // 16] * 16 + p % 16
+
+    The manager is the only writer. Readers use the methods below; all of them are O(blocks touched).
+    """
+
+    def __init__(self, max_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
+        """Make an empty table; memory is committed by the operating system only as rows are used."""
+        self.block_size = block_size
+        self.blocks: Int32Array = np.zeros((max_seqs, max_blocks_per_seq), np.int32)
+        self.seq_len: Int64Array = np.zeros(max_seqs, np.int64)
+        self._rows: dict[SeqId, int] = {}
+        self._free_rows = list(range(max_seqs - 1, -1, -1))
+
+    def __len__(self) -> int:
+        """Return the number of open sequences."""
+        return len(self._rows)
+
+    def __contains__(self, seq_id: SeqId) -> bool:
+        """Tell whether the sequence is open."""
+        return seq_id in self._rows
+
+    @property
+    def seq_ids(self) -> list[SeqId]:
+        """Ids of the open sequences, in the order in which they were opened."""
+        return list(self._rows)
+
+    @property
+    def num_free_rows(self) -> int:
+        """How many more sequences can be open at once."""
+        return len(self._free_rows)
+
+    # -- reading one sequence
+
+    def row(self, seq_id: SeqId) -> int:
+        """Row of an open sequence; raises ``SequenceError`` for any other."""
+        try:
+            return self._rows[seq_id]
+        except KeyError:
+            raise SequenceError(f"sequence {seq_id!r} is not open ({len(self)} are)") from None
+
+    def rows(self, seq_ids: Sequence[SeqId]) -> Int64Array:
+        """Rows of distinct open sequences, in the order given; ``SequenceError`` otherwise."""
+        try:
+            rows = list(map(self._rows.__getitem__, seq_ids))
+        except KeyError as error:
+            raise SequenceError(f"sequence {error.args[0]!r} is not open ({len(self)} are)") from None
+        if len(set(rows)) != len(rows):
+            raise SequenceError(f"a batch of {len(rows)} names only {len(set(rows))} distinct sequences")
+        return np.array(rows, np.int64)
+
+    def num_tokens(self, seq_id: SeqId) -> int:
+        """Tokens of the sequence that have a slot."""
+        return int(self.seq_len[self.row(seq_id)])
+
+    def num_blocks(self, row: int) -> int:
+        """Blocks of a row."""
+        return div_ceil(int(self.seq_len[row]), self.block_size)
+
+    def block_ids(self, seq_id: SeqId) -> Int32Array:
+        """Copy of the block table of a sequence: int32 [ceil(num_tokens / block_size)]."""
+        row = self.row(seq_id)
+        return self.blocks[row, : self.num_blocks(row)].copy()
+
+    def slots(self, seq_id: SeqId, start: int = 0, stop: int | None = None) -> Int64Array:
+        """Slots of the positions ``start <= p < stop`` (default: to the end): int64 [stop - start].
+
+        This is the ``slot_mapping`` of a prefill chunk. Raises ``SequenceError`` outside the sequence.
+        """
+        row = self.row(seq_id)
+        length = int(self.seq_len[row])
+        stop = length if stop is None else stop
+        if not 0 <= start <= stop <= length:
+            raise SequenceError(
+                f"positions {start}..{stop} are outside sequence {seq_id!r} of {length} tokens"
+            )
+        return self.slots_of(np.array([row]), np.array([start]), stop - start)
+
+    def slots_of(self, rows: Int64Array, starts: Int64Array, count: int) -> Int64Array:
+        """Slots of ``count`` positions from ``starts`` on, row after row: int64 [len(rows) * count]."""
+        positions = (starts[:, None] + np.arange(count)).astype(np.int64, copy=False)
+        block = self.blocks[rows[:, None], positions // self.block_size].astype(np.int64)
+        return (block * self.block_size + positions % self.block_size).reshape(-1)
+
+    # -- writing a batch into caller-owned buffers
+
+    def write_block_tables(
+        self,
+        seq_ids: Sequence[SeqId],
+        block_tables: Int32Array,
+        seq_lens: Int32Array,
+        slot_mapping: Int64Array | None = None,
+    ) -> int:
+        """Write a decode batch in the dialect of vLLM and FlashAttention; returns the columns used.
+
+        ``block_tables`` int32 [batch, columns], ``seq_lens`` int32 [batch] and, if given,
+        ``slot_mapping`` int64 [batch] (the slot of each sequence's newest token) are overwritten
+        whole: rows beyond the sequences become NULL_BLOCK, 0 and PAD_SLOT, so a padded row writes
+        nothing and no stale column survives. An empty sequence also gets PAD_SLOT.
+
+        Raises ``PagedKVError`` for a buffer of another dtype, shape, or too small, before any write.
+        Cost: O(batch x columns).
+
+        >>> from pagedkv import KVCacheManager
+        >>> manager = KVCacheManager(num_blocks=8, block_size=4)
+        >>> _ = manager.open("a", [1, 2, 3, 4, 5])
+        >>> tables, lens = np.empty((2, 3), np.int32), np.empty(2, np.int32)
+        >>> slots = np.empty(2, np.int64)
+        >>> manager.tables.write_block_tables(["a"], tables, lens, slots)
+        2
+        >>> tables.tolist(), lens.tolist(), slots.tolist()
+        ([[1, 2, 0], [0, 0, 0]], [5, 0], [8, -1])
+        """
+        rows = self.rows(seq_ids)
+        lens = self.seq_len[rows]
+        width = div_ceil(int(lens.max(initial=0)), self.block_size)
+        batch = len(seq_lens)
+        _require(block_tables, "block_tables", np.int32, (batch, None), (len(rows), width))
+        _require(seq_lens, "seq_lens", np.int32, (None,), (len(rows),))
+        if slot_mapping is not None:
+            _require(slot_mapping, "slot_mapping", np.int64, (batch,), (len(rows),))
+        n = len(rows)
+        block_tables[:n, :width] = self.blocks[rows, :width]
+        block_tables[:n, width:] = NULL_BLOCK
+        block_tables[n:] = NULL_BLOCK
+        seq_lens[:n] = lens
+        seq_lens[n:] = 0
+        if slot_mapping is not None:
+            slot_mapping[:n] = np.where(lens > 0, self.slots_of(rows, np.maximum(lens - 1, 0), 1), PAD_SLOT)
+            slot_mapping[n:] = PAD_SLOT
+        return width
+
+    def write_csr(
+        self,
+        seq_ids: Sequence[SeqId],
+        kv_indptr: Int32Array,
+        kv_indices: Int32Array,
+        kv_last_page_len: Int32Array,
+    ) -> int:
+        """Write a batch in the dialect of FlashInfer; returns the number of entries in ``kv_indices``.
+
+        ``kv_indptr`` int32 [batch + 1], ``kv_indices`` int32 [capacity], ``kv_last_page_len`` int32
+        [batch]. Sequence i owns ``kv_indices[kv_indptr[i]:kv_indptr[i + 1]]``; an empty sequence and a
+        padded row have no pages and last_page_len 0. Entries beyond the last are NULL_BLOCK.
+
+        Raises ``PagedKVError`` for a buffer of another dtype, shape, or too small, before any write.
+        Cost: O(batch x longest row).
+
+        >>> from pagedkv import KVCacheManager
+        >>> manager = KVCacheManager(num_blocks=8, block_size=4)
+        >>> _ = manager.open("a", [1, 2, 3, 4, 5]), manager.open("b", [9])
+        >>> indptr, indices, last = np.empty(4, np.int32), np.empty(6, np.int32), np.empty(3, np.int32)
+        >>> manager.tables.write_csr(["a", "b"], indptr, indices, last)
+        3
+        >>> indptr.tolist(), indices.tolist(), last.tolist()
+        ([0, 2, 3, 3], [1, 2, 3, 0, 0, 0], [1, 1, 0])
+        """
+        rows = self.rows(seq_ids)
+        lens = self.seq_len[rows]
+        counts = -(-lens // self.block_size)
+        n, total, batch = len(rows), int(counts.sum()), len(kv_last_page_len)
+        _require(kv_indptr, "kv_indptr", np.int32, (batch + 1,), (n + 1,))
+        _require(kv_last_page_len, "kv_last_page_len", np.int32, (None,), (n,))
+        _require(kv_indices, "kv_indices", np.int32, (None,), (total,))
+        width = int(counts.max(initial=0))
+        kv_indptr[0] = 0
+        kv_indptr[1 : n + 1] = np.cumsum(counts)
+        kv_indptr[n + 1 :] = total
+        kv_indices[:total] = self.blocks[rows, :width][np.arange(width) < counts[:, None]]
+        kv_indices[total:] = NULL_BLOCK
+        kv_last_page_len[:n] = lens - np.maximum(counts - 1, 0) * self.block_size
+        kv_last_page_len[n:] = 0
+        return total
+
+    # -- the manager's side
+
+    def add(self, seq_id: SeqId, block_ids: Int32Array, num_tokens: int) -> int:
+        """Give a new sequence a row that holds ``block_ids``; the caller has checked that one is free."""
+        row = self._free_rows.pop()
+        self._rows[seq_id] = row
+        self.blocks[row, : len(block_ids)] = block_ids
+        self.seq_len[row] = num_tokens
+        return row
+
+    def remove(self, seq_id: SeqId) -> None:
+        """Forget a sequence and clear its row."""
+        row = self._rows.pop(seq_id)
+        self.blocks[row, : self.num_blocks(row)] = NULL_BLOCK
+        self.seq_len[row] = 0
+        self._free_rows.append(row)
+
+
+def _require(
+    buffer: "npt.NDArray[Any]",
+    name: str,
+    dtype: "npt.DTypeLike",
+    shape: tuple[int | None, ...],
+    at_least: tuple[int, ...],
+) -> None:
+    """Refuse a buffer whose dtype or shape differs from what the dialect says, or that is too small."""
+    if buffer.dtype != dtype:
+        raise PagedKVError(f"{name} must be {np.dtype(dtype)}, got {buffer.dtype}")
+    if buffer.ndim != len(shape) or any(
+        s is not None and s != b for s, b in zip(shape, buffer.shape, strict=True)
+    ):
+        wanted = tuple("any" if s is None else s for s in shape)
+        raise PagedKVError(f"{name} must have shape {wanted}, got {buffer.shape}")
+    if any(b < a for a, b in zip(at_least, buffer.shape, strict=True)):
+        raise PagedKVError(f"{name} of shape {buffer.shape} is too small: this batch needs {at_least}")

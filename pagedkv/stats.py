@@ -1,0 +1,77 @@
+"""Frozen snapshots of what the manager counted."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pagedkv.spec import KVCacheSpec
+
+
+class CacheBytes(NamedTuple):
+    """Bytes of the whole pool, of blocks held, of blocks kept for reuse, and of tokens really stored."""
+
+    reserved: int
+    active: int
+    cached: int
+    used: int
+
+
+@dataclass(frozen=True)
+class ManagerStats:
+    """State and counters of a manager at one moment.
+
+    Blocks: ``free_blocks + cached_blocks + active_blocks == num_blocks``. Slots: ``used_slots`` of the
+    ``active_blocks * block_size`` slots hold a token of an open sequence (or of a full block shared
+    with the prefix cache); a slot shared by several sequences counts once. ``indexed_blocks`` can be
+    found by content: the cached ones and the full committed ones of open sequences.
+
+    Counters since the manager was made, over ``num_opened`` successful opens:
+    ``queried_tokens`` prompt tokens, of which ``hit_tokens`` were in the cache;
+    ``queried_blocks`` full prompt blocks, of which ``hit_blocks`` were.
+    """
+
+    num_blocks: int
+    block_size: int
+    free_blocks: int
+    cached_blocks: int
+    active_blocks: int
+    used_slots: int
+    indexed_blocks: int
+    num_seqs: int
+    num_opened: int
+    queried_tokens: int
+    hit_tokens: int
+    queried_blocks: int
+    hit_blocks: int
+    evicted_blocks: int
+    copied_blocks: int
+
+    @property
+    def usage(self) -> float:
+        """Share of the pool that is active, 0..1: a share of blocks, not of tokens."""
+        return self.active_blocks / self.num_blocks
+
+    @property
+    def internal_fragmentation(self) -> float:
+        """Share of active slots that hold no token, 0..1 (0 for an idle pool)."""
+        slots = self.active_blocks * self.block_size
+        return 1 - self.used_slots / slots if slots else 0.0
+
+    @property
+    def token_hit_rate(self) -> float:
+        """``hit_tokens / queried_tokens``: share of all prompt tokens that need no prefill."""
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+    @property
+    def block_hit_rate(self) -> float:
+        """``hit_blocks / queried_blocks``: share of the full prompt blocks, the only cacheable ones."""
+        return self.hit_blocks / self.queried_blocks if self.queried_blocks else 0.0
+
+    def bytes(self, spec: KVCacheSpec) -> CacheBytes:
+        """The same in bytes of ``spec``, all layers together."""
+        block, token = spec.bytes_per_block, spec.bytes_per_token
+        return CacheBytes(
+            self.num_blocks * block,
+            self.active_blocks * block,
+            self.cached_blocks * block,
+            self.used_slots * token,
+        )
