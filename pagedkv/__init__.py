@@ -3,6 +3,7 @@
 ``import pagedkv`` needs numpy only. ``KVStorage`` and ``PagedKVCache`` import torch when first used.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from pagedkv.block_pool import BlockPool
@@ -44,12 +45,15 @@ __all__ = [
 ]
 
 
+_NEEDS_TORCH = {
+    "PagedKVCache": "pagedkv.cache",
+    "DecodeBatch": "pagedkv.cache",
+    "KVStorage": "pagedkv.storage",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Import the classes that need torch only when they are asked for."""
-    if name in ("PagedKVCache", "DecodeBatch"):
-        import pagedkv.cache as module
-    elif name == "KVStorage":
-        import pagedkv.storage as module  # type: ignore[no-redef]
-    else:
+    if name not in _NEEDS_TORCH:
         raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")
-    return getattr(module, name)
+    return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)

@@ -102,12 +102,12 @@ class BlockPool:
         shortfall = max(0, num_new - self._num_free)
         if len(victims) != shortfall:
             raise BlockError(
-                f"acquiring {num_new} blocks with {self._num_free} free needs {shortfall} victims, got {len(victims)}"
+                f"{num_new} blocks with {self._num_free} free need {shortfall} victims, got {len(victims)}"
             )
-        self._require(victims, (CACHED,), "evict")
-        self._require(shared, (CACHED, ACTIVE), "share")
-        if shortfall and len(shared) and np.isin(victims, shared).any():
-            raise BlockError("a block cannot be shared and evicted in one step")
+        self._require(victims, CACHED, CACHED, "evict")
+        self._require(shared, CACHED, ACTIVE, "share")
+        if shortfall and len(shared):
+            self._require(np.concatenate([shared, victims]), CACHED, ACTIVE, "share and evict")
         from_free = num_new - shortfall
         new = np.concatenate([self._free[self._num_free - from_free : self._num_free][::-1], victims])
         self._num_free -= from_free
@@ -128,7 +128,7 @@ class BlockPool:
         """
         if len(retain) != len(ids):
             raise BlockError(f"{len(ids)} ids but {len(retain)} retain flags")
-        self._require(ids, (ACTIVE,), "release")
+        self._require(ids, ACTIVE, ACTIVE, "release")
         left = self.ref_count[ids] - 1
         self.ref_count[ids] = left
         idle = left == 0
@@ -141,7 +141,7 @@ class BlockPool:
 
     def evict(self, ids: Int32Array) -> None:
         """Turn cached blocks into free ones. Raises ``BlockError`` with nothing changed."""
-        self._require(ids, (CACHED,), "evict")
+        self._require(ids, CACHED, CACHED, "evict")
         self._num_cached -= len(ids)
         self._push_free(ids)
 
@@ -150,8 +150,8 @@ class BlockPool:
         self._free[self._num_free : self._num_free + len(ids)] = ids
         self._num_free += len(ids)
 
-    def _require(self, ids: Int32Array, states: tuple[int, ...], verb: str) -> None:
-        """Refuse ids that are out of range, repeated, or in none of ``states``."""
+    def _require(self, ids: Int32Array, least: int, most: int, verb: str) -> None:
+        """Refuse ids that are out of range, repeated, or not in a state from ``least`` to ``most``."""
         if not len(ids):
             return
         if int(ids.min()) < 1 or int(ids.max()) > self.num_blocks:
@@ -159,17 +159,14 @@ class BlockPool:
             raise BlockError(f"cannot {verb} block {bad}: ids are 1..{self.num_blocks}")
         order = np.arange(len(ids), dtype=np.int32)
         self._seen[ids] = order
-        if not np.array_equal(self._seen[ids], order):
-            bad = ids[self._seen[ids] != order][0]
-            raise BlockError(f"cannot {verb} block {bad} twice in one call")
+        repeated = self._seen[ids] != order
+        if repeated.any():
+            raise BlockError(f"cannot {verb} block {ids[repeated][0]} twice in one call")
         state = self.state[ids]
-        wrong = state < min(states)
-        if max(states) < ACTIVE:
-            wrong |= state > max(states)
-        if wrong.any():
-            bad, found = ids[wrong][0], _STATE_NAMES[state[wrong][0]]
-            wanted = " or ".join(_STATE_NAMES[s] for s in states)
-            raise BlockError(f"cannot {verb} block {bad}: it is {found}, must be {wanted}")
+        if int(state.min()) < least or int(state.max()) > most:
+            wrong = (state < least) | (state > most)
+            found, wanted = _STATE_NAMES[state[wrong][0]], " or ".join(_STATE_NAMES[least : most + 1])
+            raise BlockError(f"cannot {verb} block {ids[wrong][0]}: it is {found}, must be {wanted}")
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if the pool contradicts itself. Cost: O(num_blocks), vectorised."""

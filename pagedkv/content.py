@@ -1,33 +1,23 @@
-"""The content of a sequence as the prefix index sees it: full blocks of tokens, extra keys, hashes."""
+"""What a sequence holds, as the prefix index compares it: tokens and extra keys."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pagedkv.block_hash import UInt64Array
 from pagedkv.errors import PagedKVError
-from pagedkv.namespace import ExtraKeys, Media, Namespace, digest64, extra_keys_by_block
+from pagedkv.namespace import ExtraKeys, Media, Namespace, extra_keys_by_block
 from pagedkv.page_table import Int32Array
-from pagedkv.prefix_index import PrefixIndex
 
 MAX_TOKEN_ID = 2**31 - 1
 
 
-class Content(NamedTuple):
-    """Consecutive full blocks: tokens [n, block_size] int32, extra [n] int32, hashes [n] uint64."""
-
-    tokens: Int32Array
-    extra: Int32Array
-    hashes: UInt64Array
-
-
 class SequenceExtra(NamedTuple):
-    """Namespace and media of one sequence, and (key, digest) of each block that has an extra key."""
+    """Namespace and media of one sequence, and the extra key of each block that has one."""
 
     namespace: Namespace | None
     media: tuple[Media, ...]
-    by_block: dict[int, tuple[tuple[object, ...], int]]
+    by_block: dict[int, tuple[object, ...]]
 
     @classmethod
     def build(
@@ -37,8 +27,7 @@ class SequenceExtra(NamedTuple):
         if namespace is None and media == ():
             return NO_EXTRA
         items = tuple(Media(*item) for item in media)
-        keys = extra_keys_by_block(namespace, items, num_tokens, block_size)
-        return cls(namespace, items, {i: (key, digest64(key)) for i, key in keys.items()})
+        return cls(namespace, items, extra_keys_by_block(namespace, items, num_tokens, block_size))
 
     def truncated(self, num_tokens: int, block_size: int) -> "SequenceExtra":
         """What is left when the sequence is cut to ``num_tokens``."""
@@ -66,20 +55,10 @@ def as_token_array(tokens: Any) -> Int32Array:
     return array.astype(np.int32, copy=False)
 
 
-def read_content(
-    index: PrefixIndex, keys: ExtraKeys, extra: SequenceExtra, tokens: Int32Array, first: int, parent: int
-) -> Content:
-    """Content of the blocks ``first ..`` of a sequence, given as tokens [n, block_size].
-
-    ``parent`` is the indexed block before them, ``ROOT`` for the first. Changes nothing.
-    """
-    n = len(tokens)
-    extra_ids = np.zeros(n, np.int32)
-    digests: UInt64Array | None = None
-    if extra.by_block:
-        digests = np.zeros(n, np.uint64)
-        for i, (key, digest) in extra.by_block.items():
-            if first <= i < first + n:
-                extra_ids[i - first], digests[i - first] = keys.find(key), digest
-    hashes = index.hasher.chain(tokens, digests, first, index.hash[parent])
-    return Content(tokens, extra_ids, hashes)
+def extra_ids(keys: ExtraKeys, extra: SequenceExtra, first: int, count: int) -> Int32Array:
+    """Ids of the extra keys of blocks ``first .. first + count - 1``: 0 for none, -1 for one nobody uses."""
+    ids: Int32Array = np.zeros(count, np.int32)
+    for i, key in extra.by_block.items():
+        if first <= i < first + count:
+            ids[i - first] = keys.find(key)
+    return ids

@@ -58,7 +58,7 @@ class LRUOrder:
     def _skip_void(self) -> None:
         """Move the head to the oldest valid entry: what is void stays void."""
         while self._head < self._tail:
-            stop = min(self._head + 64, self._tail)
+            stop = min(self._head + 512, self._tail)
             valid = self._place[self._log[self._head : stop]] == np.arange(self._head, stop)
             if valid.any():
                 self._head += int(valid.argmax())

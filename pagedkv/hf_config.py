@@ -203,10 +203,8 @@ def _stated_window(config: HFConfig) -> int | None:
 def _sliding(config: HFConfig, full: LayerSpec, window: int | None) -> LayerSpec:
     if window is None:
         return full
-    reached = config.get("max_position_embeddings") is None or window < config.integer(
-        "max_position_embeddings"
-    )
-    return replace(full, window=window) if reached else full
+    longest = config.integer("max_position_embeddings", default=window + 1)
+    return replace(full, window=window) if window < longest else full
 
 
 def _layer_types(config: HFConfig) -> tuple[str, ...] | None:

@@ -6,7 +6,7 @@ from pagedkv.block_pool import ACTIVE, CACHED, FREE, BlockPool
 from pagedkv.errors import check
 from pagedkv.eviction import LRUOrder
 from pagedkv.namespace import ExtraKeys
-from pagedkv.page_table import Int64Array, PageTable
+from pagedkv.page_table import Int32Array, Int64Array, PageTable
 from pagedkv.prefix_index import ROOT, PrefixIndex
 
 
@@ -22,10 +22,10 @@ def check_invariants(
     """Raise ``AssertionError`` naming the first broken invariant. Cost: O(blocks + table entries in use)."""
     pool.check_invariants()
     _check_tables(pool, tables)
-    _check_index(pool, index, extra_keys)
-    _check_order(pool, index, order)
+    parent = _check_index(pool, index, extra_keys)
+    _check_order(pool, order, parent)
     for seq_id in tables.seq_ids:
-        _check_sequence(index, tables, committed, num_indexed, tables.row(seq_id))
+        _check_sequence(index, parent, tables, committed, num_indexed, tables.row(seq_id))
 
 
 def _check_tables(pool: BlockPool, tables: PageTable) -> None:
@@ -38,14 +38,22 @@ def _check_tables(pool: BlockPool, tables: PageTable) -> None:
     check(np.count_nonzero(tables.blocks) == len(held), "the page table has an entry beyond a sequence")
 
 
-def _check_index(pool: BlockPool, index: PrefixIndex, extra_keys: ExtraKeys) -> None:
-    ids = np.flatnonzero(index.indexed)
-    check(len(ids) == len(index), "the index and its flags differ in size")
-    holders = [index.block_of(key) for key in index.hash[ids].tolist()]
-    check(holders == ids.tolist(), "a hash leads to another block")
+def _check_index(pool: BlockPool, index: PrefixIndex, extra_keys: ExtraKeys) -> Int32Array:
+    """Check the tree; returns the parent of every indexed block."""
+    parent: Int32Array = np.zeros(pool.num_blocks + 1, np.int32)
+    seen: list[Int32Array] = []
+    for before, ids in index.chains():
+        check(len(ids) > 0, "the tree has an empty run")
+        parent[ids[0]], parent[ids[1:]] = before, ids[:-1]
+        found = index.match(index.tokens[ids], index.extra[ids], before)
+        check(np.array_equal(found, ids), "a cached block cannot be found by its content")
+        seen.append(ids)
+    ids = np.sort(np.concatenate(seen)) if seen else np.zeros(0, np.int32)
+    check(np.array_equal(ids, np.flatnonzero(index.indexed)), "the tree and the indexed flags differ")
+    check(len(ids) == len(index), "the index miscounts its blocks")
     check(bool((pool.state[ids] != FREE).all()), "a free block is indexed")
-    check(bool(index.indexed[pool.state == CACHED].all()), "a cached block cannot be found")
-    parents = index.parent[ids]
+    check(bool(index.indexed[pool.state == CACHED].all()), "a cached block is not indexed")
+    parents = parent[ids]
     check(
         bool(((parents == ROOT) | index.indexed[parents]).all()), "a block is indexed but its parent is not"
     )
@@ -54,11 +62,13 @@ def _check_index(pool: BlockPool, index: PrefixIndex, extra_keys: ExtraKeys) -> 
         bool(((parents == ROOT) | ~active | (pool.state[parents] == ACTIVE)).all()),
         "a block is active but its parent is not",
     )
-    used = set(index.extra[ids].tolist()) - {0}
-    check(used <= extra_keys.ids(), "an indexed block has an extra key that was dropped")
+    check(
+        set(index.extra[ids].tolist()) - {0} <= extra_keys.ids(), "an indexed block has a dropped extra key"
+    )
+    return parent
 
 
-def _check_order(pool: BlockPool, index: PrefixIndex, order: LRUOrder) -> None:
+def _check_order(pool: BlockPool, order: LRUOrder, parent: Int32Array) -> None:
     ids = order.ids()
     check(
         np.array_equal(np.sort(ids), np.flatnonzero(pool.state == CACHED)),
@@ -66,15 +76,20 @@ def _check_order(pool: BlockPool, index: PrefixIndex, order: LRUOrder) -> None:
     )
     place = np.full(pool.num_blocks + 1, np.iinfo(np.int64).max)
     place[ids] = np.arange(len(ids))
-    check(bool((place[index.parent[ids]] > place[ids]).all()), "a parent would be evicted before its child")
+    check(bool((place[parent[ids]] > place[ids]).all()), "a parent would be evicted before its child")
 
 
 def _check_sequence(
-    index: PrefixIndex, tables: PageTable, committed: Int64Array, num_indexed: Int64Array, row: int
+    index: PrefixIndex,
+    parent: Int32Array,
+    tables: PageTable,
+    committed: Int64Array,
+    num_indexed: Int64Array,
+    row: int,
 ) -> None:
     length, done, shared = int(tables.seq_len[row]), int(committed[row]), int(num_indexed[row])
     check(0 <= done <= length, "more tokens are committed than the sequence has")
     check(shared <= done // tables.block_size, "an uncommitted block is shared")
     chain = tables.blocks[row, :shared]
     check(bool(index.indexed[chain].all()), "a sequence's shared prefix is not indexed")
-    check(np.array_equal(index.parent[chain[1:]], chain[:-1]), "a sequence's prefix is not a chain")
+    check(np.array_equal(parent[chain[1:]], chain[:-1]), "a sequence's prefix is not a chain")

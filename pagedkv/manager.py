@@ -7,7 +7,7 @@ import numpy as np
 
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_pool import FREE, NO_BLOCKS, BlockPool
-from pagedkv.content import NO_EXTRA, SequenceExtra, as_token_array, read_content
+from pagedkv.content import NO_EXTRA, SequenceExtra, as_token_array, extra_ids
 from pagedkv.errors import NeverFits, PagedKVError, SequenceError
 from pagedkv.eviction import LRUOrder
 from pagedkv.invariants import check_invariants
@@ -172,7 +172,7 @@ class KVCacheManager:
         return self.tables.num_free_rows > 0 and self._fits_now(hit, fresh, reserve=len(self.tables) > 0)
 
     def append(self, seq_id: SeqId, num_tokens: int = 1) -> Int64Array | None:
-        """Make room for ``num_tokens`` more tokens (drafts included); returns their slots, int64 [num_tokens].
+        """Make room for ``num_tokens`` more tokens, drafts included; returns their slots, int64 [n].
 
         A tail block that somebody else can see is copied first: run ``take_copies`` before writing.
         Returns None when the blocks are not available now. Raises ``NeverFits`` beyond ``max_seq_len``.
@@ -203,7 +203,7 @@ class KVCacheManager:
         stop, length = start + len(ids), int(self.tables.seq_len[row])
         if stop > length:
             raise SequenceError(
-                f"cannot commit {len(ids)} tokens of sequence {seq_id!r}: {start} of its {length} are committed"
+                f"cannot commit {len(ids)} more tokens of {seq_id!r}: {start} of its {length} are committed"
             )
         self._committed[row] = stop
         if self.prefix_caching and len(ids):
@@ -224,7 +224,7 @@ class KVCacheManager:
         length, committed = int(self.tables.seq_len[row]), int(self._committed[row])
         if self.prefix_caching and committed < length:
             raise SequenceError(
-                f"commit or truncate sequence {seq_id!r} before the fork: {committed} of {length} tokens are committed"
+                f"commit or truncate {seq_id!r} before the fork: {committed} of its {length} tokens are committed"
             )
         if not self.tables.num_free_rows:
             return False
@@ -335,8 +335,7 @@ class KVCacheManager:
         if not self.prefix_caching or not full:
             return NO_BLOCKS
         tokens = prompt[: full * self.block_size].reshape(full, self.block_size)
-        content = read_content(self._index, self._extra_keys, extra, tokens, 0, ROOT)
-        return self._index.match(*content)
+        return self._index.match(tokens, extra_ids(self._extra_keys, extra, 0, full))
 
     def _acquire(self, num_new: int, shared: Int32Array = NO_BLOCKS) -> Int32Array:
         """Take references and new blocks, evicting exactly the shortfall; the caller knows that it fits."""
@@ -426,9 +425,8 @@ class KVCacheManager:
         blocks = self.tables.blocks[row]
         parent = int(blocks[first - 1]) if first else ROOT
         ids = blocks[first:last].copy()
-        extra = self._extra.get(row, NO_EXTRA)
-        content = read_content(self._index, self._extra_keys, extra, self._index.tokens[ids], first, parent)
-        known = self._index.match(*content, parent)
+        extra = extra_ids(self._extra_keys, self._extra.get(row, NO_EXTRA), first, last - first)
+        known = self._index.match(self._index.tokens[ids], extra, parent)
         n = len(known)
         if n:
             self._pool.acquire(0, shared=known)
@@ -436,20 +434,20 @@ class KVCacheManager:
             blocks[first : first + n] = known
             self._release(ids[:n][::-1])
             parent = int(known[-1])
-        inserted = self._index.insert(ids[n:], content.extra[n:], content.hashes[n:], parent)
-        extra_ids = content.extra[n : n + inserted]
-        for extra_id in extra_ids[extra_ids > 0].tolist():
-            self._extra_keys.share(extra_id)
-        self._num_indexed[row] = first + n + inserted
+        if n < len(ids):
+            self._index.insert(ids[n:], extra[n:], parent)
+            for extra_id in extra[n:][extra[n:] > 0].tolist():
+                self._extra_keys.share(extra_id)
+        self._num_indexed[row] = last
 
     def _hold_extra(self, row: int, extra: SequenceExtra) -> None:
         if extra.by_block or extra.media:
             self._extra[row] = extra
-            for key, _ in extra.by_block.values():
+            for key in extra.by_block.values():
                 self._extra_keys.take(key)
 
     def _drop_extra(self, extra: SequenceExtra) -> None:
-        for key, _ in extra.by_block.values():
+        for key in extra.by_block.values():
             self._extra_keys.drop(self._extra_keys.find(key))
 
     def _unused_slots(self) -> int:

@@ -1,6 +1,5 @@
 """What besides tokens must be equal for two blocks to hold the same K and V."""
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -78,11 +77,6 @@ class ExtraKeys:
         self._uses[extra_id] -= 1
         if not self._uses[extra_id]:
             del self._ids[self._keys.pop(extra_id)], self._uses[extra_id]
-
-
-def digest64(key: tuple[object, ...]) -> int:
-    """Stable 64-bit hash of an extra key, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 
 def extra_keys_by_block(

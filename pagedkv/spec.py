@@ -2,8 +2,8 @@
 
 A cache is described layer by layer, and every byte count follows from that description::
 
-    full or sliding layer   num_kv_heads x (head_dim + v_head_dim) elements per token (+ 2 x num_kv_heads scales)
-    latent layer (MLA)      head_dim = kv_lora_rank + rope_dim elements per token (+ 1 scale)
+    full, sliding layer  num_kv_heads x (head_dim + v_head_dim) elements per token (+ 2 x num_kv_heads scales)
+    latent layer (MLA)   head_dim = kv_lora_rank + rope_dim elements per token (+ 1 scale)
 
 Scales exist for int8 only: one fp32 per token and kv head for K and one for V. All sizes are in bytes, all
 contexts and windows in tokens. Nothing here needs torch or numpy.
@@ -46,6 +46,7 @@ class LayerSpec:
         num_kv_heads: K and V heads of this layer.
         head_dim: elements of one K head. For a latent layer: of the whole latent vector.
         v_head_dim: elements of one V head; ``head_dim`` when not given, ``latent_rank`` for a latent layer.
+            Filled in when the layer is made, so ``dataclasses.replace`` keeps it when ``head_dim`` changes.
         window: tokens a sliding-window layer reads, the token of this step included. None: all of them.
         latent_rank: multi-head latent attention. One vector per token is stored once; its first
             ``latent_rank`` elements serve as the values, so no V is stored.
@@ -158,6 +159,8 @@ class KVCacheSpec:
 
     def __post_init__(self) -> None:
         """Check the layers, the dtype and the block size."""
+        if not isinstance(self.layers, (tuple, list)):
+            raise SpecError(f"layers must be a tuple of LayerSpec, got {self.layers!r}")
         object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
             raise SpecError("layers is empty: a cache needs at least 1 layer")
@@ -304,8 +307,8 @@ class KVCacheSpec:
     def bytes_read(self, context: SupportsIndex) -> int:
         """KV bytes that one decode step reads for one sequence: every resident byte, once.
 
-        ``context`` counts the token of this step, as ``seq_lens`` does. A latent vector serves as key and value
-        in one read. O(distinct windows).
+        ``context`` counts the token of this step, as ``seq_lens`` does. A latent vector serves as key and
+        value in one read. O(distinct windows).
 
         Raises:
             SpecError: ``context`` is negative.

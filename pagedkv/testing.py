@@ -68,7 +68,11 @@ class ReferenceManager:
             hit.append(block)
         need = self._blocks_for(length) - len(hit)
         spare = self.free + sum(block not in hit for block in self.cached)
-        if len(self.seqs) == self.max_seqs or need > 0 and need > spare - (self.watermark_blocks if self.seqs else 0):
+        if (
+            len(self.seqs) == self.max_seqs
+            or need > 0
+            and need > spare - (self.watermark_blocks if self.seqs else 0)
+        ):
             return None
         for block in hit:
             self._hold(block)
@@ -244,7 +248,13 @@ class _Walk:
     """A manager, the model and the shadow storage, driven together."""
 
     def __init__(
-        self, rng: random.Random, num_blocks: int, block_size: int, max_seqs: int, vocabulary: int, watermark: float
+        self,
+        rng: random.Random,
+        num_blocks: int,
+        block_size: int,
+        max_seqs: int,
+        vocabulary: int,
+        watermark: float,
     ) -> None:
         self.random = rng
         self.vocabulary = vocabulary
