@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedkv.arithmetic import div_ceil
-from pagedkv.block_pool import FREE, NO_BLOCKS, BlockPool
+from pagedkv.block_pool import FREE, NO_BLOCKS, BlockCounts, BlockPool
 from pagedkv.content import NO_EXTRA, SequenceExtra, as_token_array, extra_ids
 from pagedkv.errors import NeverFits, PagedKVError, SequenceError
 from pagedkv.eviction import LRUOrder
@@ -107,9 +107,9 @@ class KVCacheManager:
         return self._pool.num_blocks
 
     @property
-    def num_available_blocks(self) -> int:
-        """Blocks that could be handed out now: free + cached."""
-        return self._pool.num_available
+    def counts(self) -> BlockCounts:
+        """Free, cached and active blocks now. Cost: O(1)."""
+        return self._pool.counts
 
     # -- sequences
 
@@ -380,7 +380,8 @@ class KVCacheManager:
             return None
         if total:
             new = self._acquire(total)
-            self._copy_tails(rows[copied], have[copied] - 1, new[: len(copied)])
+            if len(copied):
+                self._copy_tails(rows[copied], have[copied] - 1, new[: len(copied)])
             first = np.repeat(np.cumsum(grow) - grow, grow)
             columns = np.repeat(have, grow) + np.arange(len(first)) - first
             self.tables.blocks[np.repeat(rows, grow), columns] = new[len(copied) :]

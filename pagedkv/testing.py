@@ -68,11 +68,8 @@ class ReferenceManager:
             hit.append(block)
         need = self._blocks_for(length) - len(hit)
         spare = self.free + sum(block not in hit for block in self.cached)
-        if (
-            len(self.seqs) == self.max_seqs
-            or need > 0
-            and need > spare - (self.watermark_blocks if self.seqs else 0)
-        ):
+        spare -= self.watermark_blocks if self.seqs else 0
+        if len(self.seqs) == self.max_seqs or (need and need > spare):
             return None
         for block in hit:
             self._hold(block)

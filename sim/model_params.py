@@ -30,18 +30,23 @@ _TIED_BY_DEFAULT: Final = frozenset({"falcon", "gemma2", "gemma3_text", "gpt2", 
 
 @dataclass(frozen=True)
 class ParamCount:
-    """Parameters of a model: all of them, those one token uses, and those of the output head."""
+    """Parameters of a model: all of them, those one token uses, those of the output head, of routed experts."""
 
     total: int
     active: int
     lm_head: int
+    experts: int
+    """Routed experts of all layers; a token uses the share ``top_k / num_experts`` of them."""
+    expert_share: float
 
 
 class _Mlp(NamedTuple):
-    """Parameters of all MLPs of a model."""
+    """Parameters of all MLPs of a model; of them those of routed experts, and the share one token uses."""
 
     total: int
     active: int
+    experts: int = 0
+    expert_share: float = 1.0
 
 
 class _Experts(NamedTuple):
@@ -83,7 +88,9 @@ def _moe(config: HFConfig, experts: _Experts) -> _Mlp:
     dense = experts.num_dense_layers * 3 * hidden * config.integer("intermediate_size")
     num_layers = config.num_layers - experts.num_dense_layers
     fixed = dense + num_layers * (hidden * experts.num + experts.shared * expert)
-    return _Mlp(fixed + num_layers * experts.num * expert, fixed + num_layers * experts.top_k * expert)
+    routed = num_layers * experts.num * expert
+    used = num_layers * experts.top_k * expert
+    return _Mlp(fixed + routed, fixed + used, routed, experts.top_k / experts.num)
 
 
 def _mixtral(config: HFConfig) -> _Mlp:
@@ -156,7 +163,7 @@ def count_params(config: HFConfig, layers: tuple[LayerSpec, ...]) -> ParamCount:
     >>> config = HFConfig.load({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768,
     ...                         "n_positions": 1024, "vocab_size": 50257})
     >>> count_params(config, read_layers(config))
-    ParamCount(total=124318464, active=123532032, lm_head=38597376)
+    ParamCount(total=124318464, active=123532032, lm_head=38597376, experts=0, expert_share=1.0)
     """
     embedding = config.integer("vocab_size") * config.integer("hidden_size")
     tied = config.flag("tie_word_embeddings", default=config.model_type in _TIED_BY_DEFAULT)
@@ -166,4 +173,4 @@ def count_params(config: HFConfig, layers: tuple[LayerSpec, ...]) -> ParamCount:
     attention = sum(_attention_params(config, layer) for layer in layers)
     mlp = _MLPS.get(config.model_type, _gated)(config)
     total = embedding * (1 if tied else 2) + positions + attention + mlp.total
-    return ParamCount(total, embedding + attention + mlp.active, embedding)
+    return ParamCount(total, embedding + attention + mlp.active, embedding, mlp.experts, mlp.expert_share)

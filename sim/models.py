@@ -36,6 +36,8 @@ class Model:
         params_total: parameters that must be held in memory; formulas in `pagedkv.sim.model_params`.
         params_active: parameters one decoded token multiplies with, the output head included.
         params_lm_head: parameters of the output head, ``vocab_size * hidden_size``.
+        params_experts: parameters of all routed experts, 0 for a dense model.
+        expert_share: share of the routed experts that one token uses, 1 for a dense model.
     """
 
     name: str
@@ -48,6 +50,8 @@ class Model:
     params_total: int
     params_active: int
     params_lm_head: int
+    params_experts: int = 0
+    expert_share: float = 1.0
 
 
 class _Entry(NamedTuple):
@@ -110,6 +114,8 @@ def _from_config(name: str, config: HFConfig, kv_dtype: str, block_size: int) ->
         params_total=params.total,
         params_active=params.active,
         params_lm_head=params.lm_head,
+        params_experts=params.experts,
+        expert_share=params.expert_share,
     )
 
 

@@ -1,0 +1,385 @@
+"""The engine loop: continuous batching over the real manager, in modelled time."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedkv.errors import NeverFits, PagedKVError
+from pagedkv.manager import KVCacheManager
+from pagedkv.page_table import Int32Array
+from pagedkv.sim.records import Records, Sample, Steps
+from pagedkv.sim.step_time import Contexts, StepTimeModel
+from pagedkv.sim.trace import Trace
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine schedules.
+
+    ``max_batch`` sequences run at once; a step computes at most ``token_budget`` tokens, one per
+    decoding sequence first and chunks of prompts with the rest; the timeline has a sample every
+    ``interval_s`` modelled seconds.
+    """
+
+    max_batch: int = 256
+    token_budget: int = 2048
+    interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below one and a budget that cannot serve a full batch."""
+        if self.max_batch < 1 or self.token_budget < self.max_batch:
+            raise PagedKVError(
+                f"need 1 <= max_batch <= token_budget, got {self.max_batch} and {self.token_budget}"
+            )
+        if not (math.isfinite(self.interval_s) and self.interval_s > 0):
+            raise PagedKVError(f"interval must be above 0 seconds, got {self.interval_s}")
+
+
+class _Plan(NamedTuple):
+    """The next steps, and the prompt chunk of each prefilling request in one of them."""
+
+    steps: Steps
+    chunks: list[tuple[int, int]]
+
+
+class _StepCost:
+    """Seconds of the k-th of several steps that decode the same sequences and prefill the same prompts."""
+
+    def __init__(
+        self, model: StepTimeModel, contexts: Contexts, chunks: list[tuple[int, int]], num_ending: int
+    ) -> None:
+        self.model, self.chunks = model, chunks
+        self.num_tokens = len(contexts) + sum(n for _, n in chunks)
+        self.num_samples = len(contexts) + num_ending
+        self.decode_bytes = model.kv_bytes(contexts)
+        self.decode_growth = model.kv_growth(contexts)
+
+    def seconds(self, k: int) -> float:
+        pairs, kv_bytes = 0.0, self.decode_bytes + k * self.decode_growth
+        for start, n in self.chunks:
+            done = start + k * n
+            pairs += n * (done + (n + 1) / 2)
+            kv_bytes += self.model.prefill_kv_bytes(done + n)
+        fixed_s = self.model.fixed_s(self.num_tokens, self.num_samples, pairs)
+        return fixed_s + kv_bytes / self.model.kv_bytes_per_s
+
+    def is_even(self, count: int, first_s: float, growth_s: float) -> bool:
+        """Tell whether the durations grow by ``growth_s`` up to the last of ``count`` steps."""
+        last = first_s + growth_s * (count - 1)
+        return math.isclose(self.seconds(count - 1), last, rel_tol=1e-9)
+
+
+class Engine:
+    """Serves a trace: FCFS admission, chunked prefill, decode first, preemption by recompute.
+
+    Time is modelled; blocks, hits and bytes are the manager's own. Between two events (an arrival that
+    could be admitted, a completion, a full pool, a filled window, a sample) all decode steps are taken at
+    once: their durations grow evenly, so their sum has a closed form.
+
+    A request's prompt is committed when its prefill ends and its output when it finishes or is
+    preempted, so a preempted request finds what is still cached when it comes back. The last token of
+    a request is never fed back: it takes no slot.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        manager: KVCacheManager,
+        step_time: StepTimeModel,
+        config: EngineConfig | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Make an engine at time 0; raises ``NeverFits`` if one request alone exceeds the pool."""
+        self.trace, self.manager, self.step_time = trace, manager, step_time
+        self.config = config or EngineConfig()
+        self.records = Records(len(trace))
+        self.now = 0.0
+        self._on_progress = on_progress
+        self._next_arrival = 0
+        self._waiting: deque[int] = deque()
+        self._prefilling: deque[int] = deque()
+        self._decoding: list[int] = []
+        self._admitted: list[int] = []  # running requests, in the order of admission
+        self._computed = np.zeros(len(trace), np.int64)  # tokens whose K and V exist
+        self._generated = np.zeros(len(trace), np.int64)
+        self._last_token_s = np.zeros(len(trace), np.float64)
+        self._next_sample_s = 0.0
+        self._itl_sum, self._itl_count = 0.0, 0
+        _require_all_fit(trace, manager)
+
+    def run(self) -> Records:
+        """Serve every request; returns what happened."""
+        while self.records.num_finished < len(self.trace):
+            self._take_arrivals()
+            self._admit()
+            if self._admitted:
+                self._advance()
+            else:
+                self.now = max(self.now, float(self.trace.arrival_s[self._next_arrival]))
+            self._sample_if_due()
+        self._sample()
+        return self.records
+
+    # -- admission
+
+    def _take_arrivals(self) -> None:
+        stop = int(np.searchsorted(self.trace.arrival_s, self.now, side="right"))
+        self._waiting.extend(range(self._next_arrival, stop))
+        self._next_arrival = max(stop, self._next_arrival)
+
+    def _admit(self) -> None:
+        """Open waiting requests in order while the batch, the budget of a step and the pool have room."""
+        budget = self.config.token_budget - len(self._decoding)
+        budget -= sum(self._left_to_prefill(i) for i in self._prefilling)
+        while self._waiting and budget > 0 and len(self._admitted) < self.config.max_batch:
+            request = self._waiting[0]
+            opened = self.manager.open(request, self._known_tokens(request))
+            if opened is None:
+                return
+            self._waiting.popleft()
+            self._admitted.append(request)
+            self._prefilling.append(request)
+            self._computed[request] = opened.num_cached_tokens
+            budget -= self._left_to_prefill(request)
+            self._note_peak()
+
+    def _known_tokens(self, request: int) -> Int32Array:
+        """Prompt, and what was generated before a preemption."""
+        tokens = self.trace.tokens(request)
+        generated = int(self._generated[request])
+        if generated:
+            tokens = np.concatenate([tokens, self.trace.output_tokens(request)[:generated]])
+        return tokens
+
+    def _left_to_prefill(self, request: int) -> int:
+        return int(self.trace.input_len[request] + self._generated[request] - self._computed[request])
+
+    # -- steps
+
+    def _advance(self) -> None:
+        """Take the next steps; while blocks lack, preempt the youngest request and take one step only."""
+        plan = self._plan(most=None)
+        while self.manager.step(self._decoding, plan.steps.count) is None:
+            self._preempt(self._admitted[-1])
+            if not self._admitted:
+                return
+            plan = self._plan(most=1)
+        self._note_peak()
+        self._take(plan)
+
+    def _plan(self, most: int | None) -> _Plan:
+        """The next steps, as many alike as no event interrupts (``most`` at most). Changes nothing."""
+        ids = np.array(self._decoding, np.int64)
+        contexts = self.trace.input_len[ids] + self._generated[ids]  # read by the first step, its token included
+        chunks = self._chunks()
+        cost = _StepCost(self.step_time, contexts, [(int(self._computed[i]), n) for i, n in chunks], self._ending(chunks))
+        count = self._repeats(ids, contexts, chunks) if most is None else most
+        first_s = cost.seconds(0)
+        growth_s = cost.seconds(1) - first_s if count > 1 else 0.0
+        if count > 1:
+            count = min(count, steps_until(self._next_event_s() - self.now, first_s, growth_s))
+            count = self._largest_growth(contexts - 1, count)
+            while count > 1 and not cost.is_even(count, first_s, growth_s):
+                count //= 2
+        prefill = sum(n for _, n in chunks)
+        steps = Steps(
+            self.now, count, first_s, growth_s, len(ids), int(contexts.sum()), cost.decode_bytes, prefill
+        )
+        return _Plan(steps, chunks)
+
+    def _chunks(self) -> list[tuple[int, int]]:
+        """(request, prompt tokens) of the next step: what the budget leaves, to prompts in order."""
+        budget = self.config.token_budget - len(self._decoding)
+        chunks = []
+        for request in self._prefilling:
+            if budget <= 0:
+                break
+            chunks.append((request, min(budget, self._left_to_prefill(request))))
+            budget -= chunks[-1][1]
+        return chunks
+
+    def _ending(self, chunks: list[tuple[int, int]]) -> int:
+        """How many of the chunks end their prompt."""
+        return sum(n == self._left_to_prefill(request) for request, n in chunks)
+
+    def _repeats(self, ids: Contexts, contexts: Contexts, chunks: list[tuple[int, int]]) -> int:
+        """Steps until a sequence ends, a prompt takes less than the whole budget, or a window fills."""
+        limits = [2**31]
+        if len(ids):
+            limits.append(int((self.trace.output_len[ids] - self._generated[ids]).min()))
+            limits.append(self.step_time.steps_of_same_growth(contexts) or 2**31)
+        if chunks:
+            limits.append(max(1, self._left_to_prefill(chunks[0][0]) // chunks[0][1]) if len(chunks) == 1 else 1)
+        return min(limits)
+
+    def _next_event_s(self) -> float:
+        """Next moment at which the timeline is due, or a request arrives that could be admitted."""
+        event = self._next_sample_s
+        room = len(self._admitted) < self.config.max_batch and not self._waiting and not self._prefilling
+        if room and self._next_arrival < len(self.trace):
+            event = min(event, float(self.trace.arrival_s[self._next_arrival]))
+        return event
+
+    def _largest_growth(self, lens: Contexts, count: int) -> int:
+        """Most steps, 1..count, whose new blocks are available; 1 if not even one step fits."""
+        size = self.manager.block_size
+        held = -(-lens // size)
+        counts = self.manager.counts
+        available = counts.free + counts.cached
+
+        def fits(steps: int) -> bool:
+            return int((-(-(lens + steps) // size) - held).sum()) <= available
+
+        if fits(count):
+            return count
+        low, high = 1, count
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        return low
+
+    def _take(self, plan: _Plan) -> None:
+        """Let the planned steps pass: tokens are computed and emitted, sequences finish."""
+        steps = plan.steps
+        ending = self._ending(plan.chunks) if steps.count == 1 else 0
+        seconds = span_s(steps.count, steps.first_s, steps.growth_s)
+        self.records.steps.append(steps)
+        self._itl_sum += seconds * steps.num_decoding
+        self._itl_count += steps.count * steps.num_decoding
+        self.now += seconds
+        for request, tokens in plan.chunks:
+            self._computed[request] += tokens * steps.count
+        if steps.count > 1 and plan.chunks and not self._left_to_prefill(plan.chunks[0][0]):
+            ending = 1
+        self._emit_decoded(steps.count)
+        self._end_prefills(ending)
+
+    def _emit_decoded(self, count: int) -> None:
+        """Every decoding sequence got ``count`` more tokens."""
+        ids = np.array(self._decoding, np.int64)
+        self._generated[ids] += count
+        self._computed[ids] += count
+        self._last_token_s[ids] = self.now
+        finished = self._generated[ids] == self.trace.output_len[ids]
+        if finished.any():
+            self._decoding = ids[~finished].tolist()
+            for request in ids[finished].tolist():
+                self._commit_known(request)
+                self._finish(request)
+
+    def _end_prefills(self, count: int) -> None:
+        """The first ``count`` prefilling requests have their whole prompt: commit it, emit a token."""
+        for _ in range(count):
+            request = self._prefilling.popleft()
+            self._commit_known(request)
+            if math.isnan(self.records.first_token_s[request]):
+                self.records.first_token_s[request] = self.now
+            else:
+                self.records.resume_gaps_s.append(self.now - float(self._last_token_s[request]))
+            self._generated[request] += 1
+            self._last_token_s[request] = self.now
+            if self._generated[request] == self.trace.output_len[request]:
+                self._finish(request)
+            else:
+                self._decoding.append(request)
+
+    def _preempt(self, request: int) -> None:
+        """Give up the request's blocks; it comes back first and recomputes what is no longer cached."""
+        if request in self._decoding:
+            self._decoding.remove(request)
+        else:
+            self._prefilling.remove(request)
+        self._commit_known(request)
+        self.manager.close(request)
+        self._admitted.remove(request)
+        self._waiting.appendleft(request)
+        self.records.num_preemptions += 1
+
+    def _commit_known(self, request: int) -> None:
+        """Commit what is computed and not committed yet."""
+        start, stop = self.manager.num_committed(request), int(self._computed[request])
+        if self.manager.prefix_caching and start < stop:
+            self.manager.commit(request, self._known_tokens(request)[start:stop])
+
+    def _finish(self, request: int) -> None:
+        self.manager.close(request)
+        self._admitted.remove(request)
+        self.records.finish_s[request] = self.now
+        self.records.num_finished += 1
+        if self._on_progress is not None:
+            self._on_progress(self.records.num_finished)
+
+    # -- writing down
+
+    def _note_peak(self) -> None:
+        active = self.manager.counts.active
+        self.records.peak_active_blocks = max(self.records.peak_active_blocks, active)
+
+    def _sample_if_due(self) -> None:
+        if self.now >= self._next_sample_s:
+            self._sample()
+            self._next_sample_s = (math.floor(self.now / self.config.interval_s) + 1) * self.config.interval_s
+
+    def _sample(self) -> None:
+        stats = self.manager.stats()
+        self.records.samples.append(
+            Sample(
+                time_s=self.now,
+                num_running=len(self._admitted),
+                num_waiting=len(self._waiting),
+                free_blocks=stats.free_blocks,
+                cached_blocks=stats.cached_blocks,
+                active_blocks=stats.active_blocks,
+                used_slots=stats.used_slots,
+                mean_itl_s=self._itl_sum / self._itl_count if self._itl_count else None,
+            )
+        )
+        self._itl_sum, self._itl_count = 0.0, 0
+
+
+def span_s(count: int, first_s: float, growth_s: float) -> float:
+    """Duration of ``count`` steps that last ``first_s + k * growth_s``: an arithmetic series.
+
+    >>> span_s(3, 1.0, 0.5)
+    4.5
+    """
+    return count * first_s + growth_s * (count * (count - 1) / 2)
+
+
+def steps_until(seconds: float, first_s: float, growth_s: float) -> int:
+    """Fewest steps, at least 1, that last ``seconds`` or longer: the positive root of ``span_s``.
+
+    >>> steps_until(4.5, 1.0, 0.5), steps_until(4.6, 1.0, 0.5), steps_until(0.0, 1.0, 0.5)
+    (3, 4, 1)
+    """
+    if seconds <= first_s:
+        return 1
+    if growth_s <= 0.0:
+        return max(1, math.ceil(seconds / first_s))
+    a, b = growth_s / 2, first_s - growth_s / 2
+    count = max(1, math.ceil(2 * seconds / (b + math.sqrt(b * b + 4 * a * seconds))))
+    # The root is rounded: settle the last step by the sum itself.
+    while count > 1 and span_s(count - 1, first_s, growth_s) >= seconds:
+        count -= 1
+    while span_s(count, first_s, growth_s) < seconds:
+        count += 1
+    return count
+
+
+def _require_all_fit(trace: Trace, manager: KVCacheManager) -> None:
+    """Refuse a trace with a request that this pool can never hold, before anything runs."""
+    total = trace.input_len + trace.output_len - 1
+    worst = int(total.argmax())
+    tokens, blocks = int(total[worst]), -(-int(total[worst]) // manager.block_size)
+    if blocks > manager.num_blocks or tokens > manager.max_seq_len:
+        raise NeverFits(
+            f"request {worst + 1} of {trace.name} needs {blocks} blocks of {manager.block_size} tokens alone, "
+            f"the pool has {manager.num_blocks}: give it more (--num-blocks, --gpu-memory) "
+            "or smaller cache entries (--kv-dtype)"
+        )
