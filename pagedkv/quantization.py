@@ -59,6 +59,7 @@ def quantize(x: Tensor, *, check: bool = True) -> Quantized:
         count = x.numel() - int(torch.isfinite(x).sum())
         raise NonFiniteError(f"{count} of {x.numel()} values to quantize are NaN or infinite in fp32")
     scale = (absmax / Q_MAX).clamp_min(MIN_SCALE)
+    # a finite vector never exceeds 127; the cast of one that is not is undefined and could give -128
     values = _round_half_away(x / scale.unsqueeze(-1)).clamp_(-Q_MAX, Q_MAX)
     return Quantized(values, scale)
 

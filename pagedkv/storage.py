@@ -186,7 +186,7 @@ class KVStorage:
             BlockError: ids outside 1..num_blocks, lists of different length, or a repeated destination.
                 Nothing is copied then.
 
-        Cost: 2 n ``bytes_per_block`` of traffic twice (through a temporary of n blocks), one copy per buffer.
+        Cost: n blocks read and written twice (through a temporary of n blocks), two operations per buffer.
 
         >>> spec = KVCacheSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fp32", block_size=1)
         >>> storage = KVStorage(spec, num_blocks=2)

@@ -176,9 +176,13 @@ class Engine:
     def _plan(self, most: int | None) -> _Plan:
         """The next steps, as many alike as no event interrupts (``most`` at most). Changes nothing."""
         ids = np.array(self._decoding, np.int64)
-        contexts = self.trace.input_len[ids] + self._generated[ids]  # read by the first step, its token included
+        contexts = (
+            self.trace.input_len[ids] + self._generated[ids]
+        )  # read by the first step, its token included
         chunks = self._chunks()
-        cost = _StepCost(self.step_time, contexts, [(int(self._computed[i]), n) for i, n in chunks], self._ending(chunks))
+        cost = _StepCost(
+            self.step_time, contexts, [(int(self._computed[i]), n) for i, n in chunks], self._ending(chunks)
+        )
         count = self._repeats(ids, contexts, chunks) if most is None else most
         first_s = cost.seconds(0)
         growth_s = cost.seconds(1) - first_s if count > 1 else 0.0
@@ -215,7 +219,9 @@ class Engine:
             limits.append(int((self.trace.output_len[ids] - self._generated[ids]).min()))
             limits.append(self.step_time.steps_of_same_growth(contexts) or 2**31)
         if chunks:
-            limits.append(max(1, self._left_to_prefill(chunks[0][0]) // chunks[0][1]) if len(chunks) == 1 else 1)
+            limits.append(
+                max(1, self._left_to_prefill(chunks[0][0]) // chunks[0][1]) if len(chunks) == 1 else 1
+            )
         return min(limits)
 
     def _next_event_s(self) -> float:

@@ -53,7 +53,6 @@ class Records:
         self.num_preemptions = 0
         self.num_finished = 0
         self.peak_active_blocks = 0
-        self.peak_used_slots = 0
         self.first_token_s: FloatArray = np.full(num_requests, np.nan)
         self.finish_s: FloatArray = np.full(num_requests, np.nan)
 
