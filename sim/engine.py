@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pagedkv.arithmetic import div_ceil
 from pagedkv.errors import NeverFits, PagedKVError
 from pagedkv.manager import KVCacheManager
 from pagedkv.page_table import Int32Array
@@ -165,7 +166,7 @@ class Engine:
     def _advance(self) -> None:
         """Take the next steps; while blocks lack, preempt the youngest request and take one step only."""
         plan = self._plan(most=None)
-        while self.manager.step(self._decoding, plan.steps.count) is None:
+        while self.manager.step(self._decoding, plan.steps.num_steps) is None:
             self._preempt(self._admitted[-1])
             if not self._admitted:
                 return
@@ -180,9 +181,8 @@ class Engine:
             self.trace.input_len[ids] + self._generated[ids]
         )  # read by the first step, its token included
         chunks = self._chunks()
-        cost = _StepCost(
-            self.step_time, contexts, [(int(self._computed[i]), n) for i, n in chunks], self._ending(chunks)
-        )
+        starts = [(int(self._computed[request]), n) for request, n in chunks]
+        cost = _StepCost(self.step_time, contexts, starts, self._ending(chunks))
         count = self._repeats(ids, contexts, chunks) if most is None else most
         first_s = cost.seconds(0)
         growth_s = cost.seconds(1) - first_s if count > 1 else 0.0
@@ -253,17 +253,17 @@ class Engine:
     def _take(self, plan: _Plan) -> None:
         """Let the planned steps pass: tokens are computed and emitted, sequences finish."""
         steps = plan.steps
-        ending = self._ending(plan.chunks) if steps.count == 1 else 0
-        seconds = span_s(steps.count, steps.first_s, steps.growth_s)
+        ending = self._ending(plan.chunks) if steps.num_steps == 1 else 0
+        seconds = span_s(steps.num_steps, steps.first_s, steps.growth_s)
         self.records.steps.append(steps)
         self._itl_sum += seconds * steps.num_decoding
-        self._itl_count += steps.count * steps.num_decoding
+        self._itl_count += steps.num_steps * steps.num_decoding
         self.now += seconds
         for request, tokens in plan.chunks:
-            self._computed[request] += tokens * steps.count
-        if steps.count > 1 and plan.chunks and not self._left_to_prefill(plan.chunks[0][0]):
+            self._computed[request] += tokens * steps.num_steps
+        if steps.num_steps > 1 and plan.chunks and not self._left_to_prefill(plan.chunks[0][0]):
             ending = 1
-        self._emit_decoded(steps.count)
+        self._emit_decoded(steps.num_steps)
         self._end_prefills(ending)
 
     def _emit_decoded(self, count: int) -> None:
@@ -382,10 +382,11 @@ def _require_all_fit(trace: Trace, manager: KVCacheManager) -> None:
     """Refuse a trace with a request that this pool can never hold, before anything runs."""
     total = trace.input_len + trace.output_len - 1
     worst = int(total.argmax())
-    tokens, blocks = int(total[worst]), -(-int(total[worst]) // manager.block_size)
+    tokens = int(total[worst])
+    blocks = div_ceil(tokens, manager.block_size)
     if blocks > manager.num_blocks or tokens > manager.max_seq_len:
         raise NeverFits(
-            f"request {worst + 1} of {trace.name} needs {blocks} blocks of {manager.block_size} tokens alone, "
+            f"request {worst + 1} of {trace.name} needs {blocks} blocks of {manager.block_size} tokens, "
             f"the pool has {manager.num_blocks}: give it more (--num-blocks, --gpu-memory) "
-            "or smaller cache entries (--kv-dtype)"
+            "or make entries smaller (--kv-dtype)"
         )

@@ -100,7 +100,7 @@ def summarize(trace: Trace, records: Records, stats: ManagerStats) -> Summary:
         tpot=Distribution.of(tpot),
         e2e=Distribution.of(e2e),
         preemptions=records.num_preemptions,
-        steps=sum(s.count for s in records.steps),
+        steps=sum(s.num_steps for s in records.steps),
         use=_block_use(records, stats.block_size),
         stats=stats,
     )

@@ -30,7 +30,7 @@ _TIED_BY_DEFAULT: Final = frozenset({"falcon", "gemma2", "gemma3_text", "gpt2", 
 
 @dataclass(frozen=True)
 class ParamCount:
-    """Parameters of a model: all of them, those one token uses, those of the output head, of routed experts."""
+    """Parameters of a model: all, those one token uses, those of the head, those of routed experts."""
 
     total: int
     active: int

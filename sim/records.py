@@ -12,10 +12,10 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Steps(NamedTuple):
-    """``count`` consecutive steps whose durations grow evenly: ``first_s + k * growth_s``, k = 0..count - 1."""
+    """Consecutive steps; the k-th lasts ``first_s + k * growth_s``, counted from 0."""
 
     start_s: float
-    count: int
+    num_steps: int
     first_s: float
     growth_s: float
     num_decoding: int
@@ -62,7 +62,7 @@ class Records:
         Each decoding sequence gets one token a step, so a step is a gap for all of them. Gaps over a
         preemption are counted whole, one by one.
         """
-        counts = np.array([s.count for s in self.steps], np.int64)
+        counts = np.array([s.num_steps for s in self.steps], np.int64)
         decoding = np.repeat(np.array([s.num_decoding for s in self.steps], np.int64), counts)
         k = np.arange(len(decoding)) - np.repeat(np.cumsum(counts) - counts, counts)
         first = np.repeat(np.array([s.first_s for s in self.steps]), counts)

@@ -1,0 +1,186 @@
+"""``pagedkv itl``, ``size``, ``models``, ``gpus``: what a step costs and what fits, by arithmetic."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagedkv.errors import PagedKVError
+from pagedkv.sim.console import human_bytes, show_table
+from pagedkv.sim.gpus import gpu_names, load_gpu
+from pagedkv.sim.models import Model, load_model, model_names, model_source
+from pagedkv.sim.options import add_model_options, at_least, read_gpu, read_model, read_num_blocks, size
+from pagedkv.sim.report import to_json
+from pagedkv.sim.step_time import StepTimeModel
+
+STEP_FORMULA = "launch + max(compute, weight bytes / bandwidth) + KV bytes / bandwidth"
+CONTEXTS = (0, 4096, 32768, 131072)
+
+Commands = argparse._SubParsersAction
+
+
+def add_parsers(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the commands."""
+    itl = commands.add_parser(
+        "itl",
+        help="ITL and tokens/s against context",
+        description=f"ITL of a decode step = {STEP_FORMULA}.",
+    )
+    itl.set_defaults(run=run_itl)
+    itl.add_argument("--weight-bytes", type=size, help="bytes of weights per step (default: the model's)")
+    itl.add_argument(
+        "--bandwidth",
+        type=size,
+        help="bytes per second, reached in full, without launch cost or compute (default: the GPU's, "
+        "with its efficiencies)",
+    )
+    itl.add_argument("--batch", type=at_least(1), default=1, help="sequences per step (default 1)")
+    itl.add_argument("--context", type=at_least(0), nargs="+", default=CONTEXTS, help="tokens per sequence")
+    fits = commands.add_parser(
+        "size",
+        help="how many blocks, tokens and sequences fit",
+        description="What fits into the memory beside the weights.",
+    )
+    fits.set_defaults(run=run_size)
+    fits.add_argument(
+        "--context", type=at_least(1), nargs="+", default=CONTEXTS[1:], help="tokens per sequence"
+    )
+    for parser in (itl, fits):
+        add_model_options(parser)
+        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    models = commands.add_parser("models", help="list the built-in models", description="Built-in models.")
+    models.set_defaults(run=run_models)
+    gpus = commands.add_parser("gpus", help="list the built-in GPUs", description="Built-in GPUs.")
+    gpus.set_defaults(run=run_gpus)
+
+
+def _step_time(args: argparse.Namespace, model: Model) -> tuple[StepTimeModel, str]:
+    """The step-time model, and where its rates come from."""
+    if args.bandwidth is None and args.weight_bytes is not None:
+        raise PagedKVError("--weight-bytes goes with --bandwidth: state both, or a --model and a --gpu")
+    if args.bandwidth is not None:
+        if args.gpu is not None:
+            raise PagedKVError("--bandwidth and --gpu exclude each other: state one")
+        weights = args.weight_bytes or model.params_active * args.weight_bits / 8
+        rates = f"{human_bytes(weights)} of weights at {args.bandwidth / 1e9:,.0f} GB/s, reached in full"
+        return StepTimeModel.from_rates(weights, args.bandwidth, model.spec), rates
+    gpu = read_gpu(args)
+    return StepTimeModel.from_gpu(
+        model, gpu, weight_bits=args.weight_bits
+    ), f"{gpu.name}, published efficiencies"
+
+
+def run_itl(args: argparse.Namespace) -> int:
+    """Print ITL against context."""
+    model = read_model(args)
+    step, rates = _step_time(args, model)
+    rows = []
+    for context in args.context:
+        contexts = np.full(args.batch, context, np.int64)
+        kv_bytes, seconds = step.kv_bytes(contexts), step.decode_s(contexts)
+        rows.append(
+            {
+                "context": context,
+                "itl_s": seconds,
+                "tokens_per_s": args.batch / seconds,
+                "kv_bytes": kv_bytes,
+                "kv_s": kv_bytes / step.kv_bytes_per_s,
+            }
+        )
+    weight_bytes = step.weight_bytes(args.batch)
+    if args.json:
+        inputs = {
+            "kv_of": model.name,
+            "kv_dtype": args.kv_dtype,
+            "batch": args.batch,
+            "weight_bytes": weight_bytes,
+        }
+        sys.stdout.write(
+            to_json({"schema": "pagedkv.itl/1", "kind": "modelled", "inputs": inputs, "rows": rows})
+        )
+        return 0
+    show_table(
+        f"Decode step, batch {args.batch}, {args.kv_dtype} K and V of {model.name}: {rates}",
+        ("context", "ITL [ms]", "tokens/s", "KV bytes read", "KV adds [ms]"),
+        [
+            (
+                f"{row['context']:,}",
+                f"{row['itl_s'] * 1e3:,.1f}",
+                f"{row['tokens_per_s']:,.1f}",
+                human_bytes(row["kv_bytes"]),
+                f"{row['kv_s'] * 1e3:,.1f}",
+            )
+            for row in rows
+        ],
+        [f"modelled: ITL = {STEP_FORMULA}"],
+    )
+    return 0
+
+
+def run_size(args: argparse.Namespace) -> int:
+    """Print what fits."""
+    model, gpu = read_model(args), read_gpu(args)
+    blocks = read_num_blocks(args, model, gpu)
+    spec = model.spec
+    weights = model.params_total * args.weight_bits / 8
+    sequences = {context: blocks // -(-context // spec.block_size) for context in args.context}
+    if args.json:
+        document = {
+            "schema": "pagedkv.size/1",
+            "inputs": {
+                "model": model.name,
+                "gpu": gpu.name,
+                "memory_bytes": gpu.memory_bytes,
+                "kv_dtype": spec.dtype,
+            },
+            "weight_bytes": weights,
+            "bytes_per_token": spec.bytes_per_token,
+            "bytes_per_block": spec.bytes_per_block,
+            "num_blocks": blocks,
+            "num_tokens": blocks * spec.block_size,
+            "sequences": {str(context): count for context, count in sequences.items()},
+        }
+        sys.stdout.write(to_json(document))
+        return 0
+    rows = [
+        (
+            f"memory, {args.memory_utilization:.0%} of {gpu.name}",
+            human_bytes(gpu.memory_bytes * args.memory_utilization),
+        ),
+        ("weights", human_bytes(weights)),
+        (f"KV bytes per token, {spec.dtype}", f"{spec.bytes_per_token:,}"),
+        (f"KV bytes per block of {spec.block_size}", f"{spec.bytes_per_block:,}"),
+        ("blocks", f"{blocks:,}"),
+        ("tokens", f"{blocks * spec.block_size:,}"),
+        *((f"sequences of {context:,} tokens", f"{count:,}") for context, count in sequences.items()),
+    ]
+    show_table(f"What fits: {model.name} on {gpu.name}", ("", "value"), rows)
+    return 0
+
+
+def run_models(args: argparse.Namespace) -> int:
+    """List the models."""
+    rows: list[Sequence[str]] = []
+    for name in model_names():
+        model = load_model(name)
+        rows.append(
+            (name, f"{model.params_total / 1e9:,.1f}", f"{model.spec.bytes_per_token:,}", model_source(name))
+        )
+    show_table("Built-in models", ("name", "10^9 weights", "KV bytes/token, bf16", "config of"), rows)
+    return 0
+
+
+def run_gpus(args: argparse.Namespace) -> int:
+    """List the GPUs."""
+    rows: list[Sequence[str]] = []
+    for name in gpu_names():
+        gpu = load_gpu(name)
+        flops = "-" if gpu.fp16_flops is None else f"{gpu.fp16_flops / 1e12:,.0f}"
+        rows.append(
+            (name, f"{gpu.memory_bytes / 2**30:,.0f}", f"{gpu.bandwidth / 1e9:,.0f}", flops, gpu.source)
+        )
+    show_table("Built-in GPUs", ("name", "GiB", "GB/s", "fp16 TFLOPS", "source"), rows)
+    return 0

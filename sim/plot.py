@@ -1,0 +1,101 @@
+"""The picture of a replay: cache bytes over time, ITL against context, ITL percentiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pagedkv.errors import PagedKVError
+from pagedkv.sim.metrics import PERCENTILES
+from pagedkv.sim.replay import ReplayResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_POINTS = 4000
+GIB = 2**30
+
+
+def plot_replay(result: ReplayResult, path: Path) -> None:
+    """Write the three panels as an image; the suffix of ``path`` names the format (png, svg, pdf).
+
+    Raises ``PagedKVError`` without matplotlib or for a format it does not know.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PagedKVError('a plot needs matplotlib: pip install "pagedkv[plot]"') from None
+    figure = Figure(figsize=(14, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 3, width_ratios=(1.3, 1.1, 0.8))
+    setup = result.setup
+    figure.suptitle(
+        f"{result.trace.name}: {result.summary.requests:,} requests, {setup.model.name} on {setup.gpu.name}, "
+        f"{setup.model.spec.dtype} cache, blocks of {setup.model.spec.block_size} (times are modelled)"
+    )
+    _cache_bytes(axes[0], result)
+    _itl_against_context(axes[1], result)
+    _itl_percentiles(axes[2], result)
+    try:
+        figure.savefig(path, dpi=110, metadata=None)
+    except ValueError as error:
+        raise PagedKVError(f"cannot plot to {path}: {error}") from None
+
+
+def _cache_bytes(axes: Axes, result: ReplayResult) -> None:
+    spec, samples = result.setup.model.spec, result.records.samples
+    time = np.array([s.time_s for s in samples])
+    active = np.array([s.active_blocks for s in samples]) * spec.bytes_per_block / GIB
+    used = np.array([s.used_slots for s in samples]) * spec.bytes_per_token / GIB
+    cached = np.array([s.cached_blocks for s in samples]) * spec.bytes_per_block / GIB
+    axes.stackplot(
+        time,
+        [used, active - used, cached],
+        labels=["used by open sequences", "active but empty slots", "cached for reuse"],
+        colors=["#2a6f97", "#d1495b", "#a9d6e5"],
+        step="post",
+    )
+    capacity = result.setup.num_blocks * spec.bytes_per_block / GIB
+    axes.axhline(capacity, color="black", linestyle="--", linewidth=1, label="reserved (the pool)")
+    axes.set(title="Cache bytes over time", xlabel="time [s]", ylabel="GiB", ylim=(0, capacity * 1.25))
+    axes.margins(x=0)
+    axes.legend(loc="upper left", ncols=2, fontsize=8)
+
+
+def _itl_against_context(axes: Axes, result: ReplayResult) -> None:
+    steps = [s for s in result.records.steps if s.num_decoding]
+    steps = steps[:: max(1, len(steps) // MOST_POINTS)]
+    context = np.array([s.context_tokens / s.num_decoding for s in steps])
+    itl = np.array([s.first_s for s in steps]) * 1e3
+    mixed = np.array([s.num_prefill_tokens > 0 for s in steps])
+    axes.scatter(
+        context[mixed], itl[mixed], s=4, color="#d1495b", alpha=0.35, label="steps with prefill", linewidths=0
+    )
+    axes.scatter(
+        context[~mixed], itl[~mixed], s=5, color="#2a6f97", alpha=0.5, label="decode steps", linewidths=0
+    )
+    if len(steps):
+        batch = max(1, round(float(np.median([s.num_decoding for s in steps]))))
+        line = np.linspace(0, float(context.max()), 50)
+        model = result.setup.step_time
+        modelled = [model.decode_s(np.full(batch, round(x), np.int64)) * 1e3 for x in line]
+        axes.plot(line, modelled, color="black", linewidth=1.2, label=f"modelled, {batch} sequences alike")
+    axes.set(
+        title="ITL against context",
+        xlabel="mean context of the batch [tokens]",
+        ylabel="ITL [ms]",
+        yscale="log",
+    )
+    axes.legend(loc="upper left", fontsize=8)
+
+
+def _itl_percentiles(axes: Axes, result: ReplayResult) -> None:
+    itl = result.summary.itl
+    names = ["mean", *(f"p{p}" for p in PERCENTILES)]
+    values = [(getattr(itl, name) or 0.0) * 1e3 for name in names]
+    bars = axes.bar(names, values, color="#2a6f97")
+    axes.bar_label(bars, fmt="{:.1f}", fontsize=8)
+    axes.set(title=f"ITL, pooled over {itl.count:,} gaps", ylabel="ms")

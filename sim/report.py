@@ -1,0 +1,96 @@
+"""What a replay says to machines: one JSON document with a versioned schema."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from pagedkv.sim.hits import Hits
+from pagedkv.sim.metrics import FORMULAS, Distribution, bytes_of
+from pagedkv.sim.replay import ReplayResult
+
+REPLAY_SCHEMA = "pagedkv.replay/1"
+HITS_SCHEMA = "pagedkv.hits/1"
+HIT_RATE_FORMULAS = {
+    "token_hit_rate": "hit tokens / all prompt tokens",
+    "block_hit_rate": "hit blocks / full prompt blocks, the only cacheable ones",
+}
+
+
+def replay_document(result: ReplayResult) -> dict[str, Any]:
+    """Everything the table shows, and the inputs; units are in the names. Same run, same bytes."""
+    summary, setup, spec = result.summary, result.setup, result.setup.model.spec
+    stats = summary.stats
+    return {
+        "schema": REPLAY_SCHEMA,
+        "kind": "times are modelled; blocks, bytes and hits were counted by the cache manager",
+        "inputs": {
+            "trace": result.trace.name,
+            "requests": summary.requests,
+            "model": setup.model.name,
+            "gpu": setup.gpu.name,
+            "kv_dtype": spec.dtype,
+            "weight_bits": setup.weight_bits,
+            "block_size": spec.block_size,
+            "num_blocks": setup.num_blocks,
+            "bytes_per_block": spec.bytes_per_block,
+            "bytes_per_token": spec.bytes_per_token,
+            "watermark": setup.watermark,
+            "prefix_caching": setup.prefix_caching,
+            "engine": asdict(setup.engine),
+            "efficiency": asdict(setup.efficiency),
+        },
+        "formulas": FORMULAS | HIT_RATE_FORMULAS,
+        "tokens": {"input": summary.input_tokens, "output": summary.output_tokens},
+        "makespan_s": summary.makespan_s,
+        "output_tokens_per_s": summary.output_tokens_per_s,
+        "latency_s": {name: asdict(getattr(summary, name)) for name in FORMULAS},
+        "cache": {
+            "token_hit_rate": stats.token_hit_rate,
+            "block_hit_rate": stats.block_hit_rate,
+            "hit_tokens": stats.hit_tokens,
+            "hit_blocks": stats.hit_blocks,
+            "queried_tokens": stats.queried_tokens,
+            "queried_blocks": stats.queried_blocks,
+            "evicted_blocks": stats.evicted_blocks,
+            "bytes": bytes_of(summary.use, spec, setup.num_blocks),
+            "mean_fragmentation": summary.use.mean_fragmentation,
+        },
+        "preemptions": summary.preemptions,
+        "steps": summary.steps,
+    }
+
+
+def hits_document(trace_name: str, hits: Hits) -> dict[str, Any]:
+    """The counts of a hits-only replay."""
+    stats = hits.stats
+    return {
+        "schema": HITS_SCHEMA,
+        "trace": trace_name,
+        "requests": hits.requests,
+        "block_size": stats.block_size,
+        "num_blocks": stats.num_blocks,
+        "formulas": HIT_RATE_FORMULAS,
+        "input_tokens": hits.input_tokens,
+        "queried_blocks": stats.queried_blocks,
+        "hit_blocks": stats.hit_blocks,
+        "hit_tokens": stats.hit_tokens,
+        "block_hit_rate": stats.block_hit_rate,
+        "token_hit_rate": hits.token_hit_rate,
+        "evicted_blocks": stats.evicted_blocks,
+    }
+
+
+def to_json(document: dict[str, Any]) -> str:
+    """Text of a document; NaN never occurs in one."""
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def milliseconds(distribution: Distribution) -> list[str]:
+    """Mean, p50, p90, p95 and p99 for reading."""
+    values = asdict(distribution)
+    return [
+        "-" if values[key] is None else f"{values[key] * 1e3:,.1f}"
+        for key in ("mean", "p50", "p90", "p95", "p99")
+    ]
