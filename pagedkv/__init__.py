@@ -6,9 +6,10 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pagedkv.block_cache import BlockCopies
 from pagedkv.block_pool import BlockPool
 from pagedkv.errors import BlockError, NeverFits, PagedKVError, SequenceError, SpecError
-from pagedkv.manager import BlockCopies, KVCacheManager, Opened
+from pagedkv.manager import KVCacheManager, Opened
 from pagedkv.namespace import Media, Namespace
 from pagedkv.page_table import NULL_BLOCK, PAD_SLOT, PageTable
 from pagedkv.spec import KVCacheSpec, LayerSpec
@@ -57,3 +58,8 @@ def __getattr__(name: str) -> Any:
     if name not in _NEEDS_TORCH:
         raise AttributeError(f"module 'pagedkv' has no attribute {name!r}")
     return getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Names for completion, the lazy ones included."""
+    return sorted({*globals(), *__all__})

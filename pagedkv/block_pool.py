@@ -6,12 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.errors import BlockError, check
-from pagedkv.page_table import Int32Array
+from pagedkv.page_table import NULL_BLOCK, Int32Array
 
 FREE, CACHED, ACTIVE = 0, 1, 2
 """No content; content reusable and evictable, ref_count 0; ref_count > 0."""
 
 NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
+_RESERVED = 3
 _STATE_NAMES = ("free", "cached", "active")
 
 
@@ -52,14 +53,18 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         """Make a pool of ``num_blocks`` free blocks (ids from 1; id 0 is the reserved null block)."""
+        if num_blocks < 1:
+            raise BlockError(f"a pool needs at least 1 block, got {num_blocks}")
         self.num_blocks = num_blocks
         self.ref_count: Int32Array = np.zeros(num_blocks + 1, np.int32)
         self.state: npt.NDArray[np.uint8] = np.zeros(num_blocks + 1, np.uint8)
+        self.state[NULL_BLOCK] = _RESERVED
         self.generation: npt.NDArray[np.uint32] = np.zeros(num_blocks + 1, np.uint32)
         self._free: Int32Array = np.arange(num_blocks, 0, -1, dtype=np.int32)
         self._num_free = num_blocks
         self._num_cached = 0
         self._seen: Int32Array = np.zeros(num_blocks + 1, np.int32)
+        self._order: Int32Array = np.arange(num_blocks + 1, dtype=np.int32)
 
     @property
     def num_free(self) -> int:
@@ -99,6 +104,7 @@ class BlockPool:
         """
         if num_new < 0:
             raise BlockError(f"cannot acquire {num_new} blocks")
+        shared, victims = _as_ids(shared), _as_ids(victims)
         shortfall = max(0, num_new - self._num_free)
         if len(victims) != shortfall:
             raise BlockError(
@@ -108,16 +114,20 @@ class BlockPool:
         self._require(shared, CACHED, ACTIVE, "share")
         if shortfall and len(shared):
             self._require(np.concatenate([shared, victims]), CACHED, ACTIVE, "share and evict")
-        from_free = num_new - shortfall
-        new = np.concatenate([self._free[self._num_free - from_free : self._num_free][::-1], victims])
-        self._num_free -= from_free
-        revived = int(np.count_nonzero(self.state[shared] == CACHED)) if len(shared) else 0
+        new = self._free[self._num_free - num_new + shortfall : self._num_free][::-1]
+        new = np.concatenate([new, victims]) if shortfall else new.copy()
+        generation = self.generation[new] + np.uint32(1)
+        references, revived = NO_BLOCKS, 0
+        if len(shared):
+            references = self.ref_count[shared] + np.int32(1)
+            revived = int(np.count_nonzero(self.state[shared] == CACHED))
+        self._num_free -= num_new - shortfall
         self._num_cached -= shortfall + revived
-        self.ref_count[shared] += 1
+        self.ref_count[shared] = references
         self.state[shared] = ACTIVE
         self.ref_count[new] = 1
         self.state[new] = ACTIVE
-        self.generation[new] += 1
+        self.generation[new] = generation
         return new
 
     def release(self, ids: Int32Array, retain: npt.NDArray[np.bool_]) -> Int32Array:
@@ -126,14 +136,15 @@ class BlockPool:
         Returns the ids that became cached, in the order given. Raises ``BlockError`` with nothing
         changed. Cost: O(len(ids)).
         """
-        if len(retain) != len(ids):
-            raise BlockError(f"{len(ids)} ids but {len(retain)} retain flags")
+        ids = _as_ids(ids)
+        if not isinstance(retain, np.ndarray) or retain.dtype != np.bool_ or retain.shape != ids.shape:
+            raise BlockError(f"{len(ids)} ids need as many retain flags, as an array of bool")
         self._require(ids, ACTIVE, ACTIVE, "release")
-        left = self.ref_count[ids] - 1
-        self.ref_count[ids] = left
+        left = self.ref_count[ids] - np.int32(1)
         idle = left == 0
         cached: Int32Array = ids[idle & retain]
         freed: Int32Array = ids[idle & ~retain]
+        self.ref_count[ids] = left
         self.state[cached] = CACHED
         self._num_cached += len(cached)
         self._push_free(freed)
@@ -141,6 +152,7 @@ class BlockPool:
 
     def evict(self, ids: Int32Array) -> None:
         """Turn cached blocks into free ones. Raises ``BlockError`` with nothing changed."""
+        ids = _as_ids(ids)
         self._require(ids, CACHED, CACHED, "evict")
         self._num_cached -= len(ids)
         self._push_free(ids)
@@ -154,26 +166,32 @@ class BlockPool:
         """Refuse ids that are out of range, repeated, or not in a state from ``least`` to ``most``."""
         if not len(ids):
             return
-        if int(ids.min()) < 1 or int(ids.max()) > self.num_blocks:
-            bad = ids[(ids < 1) | (ids > self.num_blocks)][0]
+        # As unsigned, a negative id is a huge one; the null block has a state of its own.
+        if int(ids.view(np.uint32).max()) > self.num_blocks:
+            bad = ids[(ids < 0) | (ids > self.num_blocks)][0]
             raise BlockError(f"cannot {verb} block {bad}: ids are 1..{self.num_blocks}")
-        order = np.arange(len(ids), dtype=np.int32)
+        if len(ids) > self.num_blocks:
+            raise BlockError(f"cannot {verb} {len(ids)} blocks, there are only {self.num_blocks}")
+        order = self._order[: len(ids)]
         self._seen[ids] = order
         repeated = self._seen[ids] != order
         if repeated.any():
             raise BlockError(f"cannot {verb} block {ids[repeated][0]} twice in one call")
         state = self.state[ids]
-        if int(state.min()) < least or int(state.max()) > most:
-            wrong = (state < least) | (state > most)
-            found, wanted = _STATE_NAMES[state[wrong][0]], " or ".join(_STATE_NAMES[least : most + 1])
-            raise BlockError(f"cannot {verb} block {ids[wrong][0]}: it is {found}, must be {wanted}")
+        wrong = (state < least) | (state > most)
+        if wrong.any():
+            bad, found = ids[wrong][0], state[wrong][0]
+            if bad == NULL_BLOCK:
+                raise BlockError(f"cannot {verb} block {bad}: ids are 1..{self.num_blocks}")
+            wanted = " or ".join(_STATE_NAMES[least : most + 1])
+            raise BlockError(f"cannot {verb} block {bad}: it is {_STATE_NAMES[found]}, must be {wanted}")
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if the pool contradicts itself. Cost: O(num_blocks), vectorised."""
         state, refs = self.state[1:], self.ref_count[1:]
         free = np.sort(self._free[: self._num_free])
         check(
-            np.array_equal(free, np.flatnonzero(self.state == FREE)[1:]),
+            np.array_equal(free, np.flatnonzero(self.state == FREE)),
             "the free stack is not the free blocks",
         )
         check(int(np.count_nonzero(state == CACHED)) == self._num_cached, "the cached count is wrong")
@@ -182,4 +200,20 @@ class BlockPool:
             "a block is active without a reference, or idle with one",
         )
         check(bool((refs >= 0).all()), "a ref_count is negative")
-        check(self.ref_count[0] == 0 and self.state[0] == FREE, "the null block is in use")
+        check(
+            self.ref_count[NULL_BLOCK] == 0 and self.state[NULL_BLOCK] == _RESERVED,
+            "the null block is in use",
+        )
+
+
+def _as_ids(ids: npt.ArrayLike) -> Int32Array:
+    """Block ids as int32 [n]; ``BlockError`` for anything else than whole numbers that fit."""
+    array = np.asarray(ids)
+    if array.dtype == np.int32 and array.ndim == 1:
+        return array
+    whole = array.size == 0 or array.dtype.kind in "iu"
+    if array.ndim != 1 or not whole:
+        raise BlockError(f"block ids must be integers in one dimension, got {array.dtype} {array.shape}")
+    if array.size and not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
+        raise BlockError(f"block ids must fit int32, got {int(array.min())}..{int(array.max())}")
+    return array.astype(np.int32)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.arithmetic import div_ceil
+from pagedkv.errors import PagedKVError, SequenceError
 from pagedkv.manager import KVCacheManager, Opened
 from pagedkv.namespace import Media, Namespace
 from pagedkv.page_table import SeqId
@@ -28,12 +29,17 @@ class DecodeBatch(NamedTuple):
     seq_lens: Tensor
     slot_mapping: Tensor
 
+    @property
+    def positions(self) -> Tensor:
+        """[num_seqs] int64, position of each sequence's newest token, for rotary embeddings."""
+        return self.seq_lens.long() - 1
+
 
 class PagedKVCache:
     """A ``KVCacheManager`` and a ``KVStorage`` of the same blocks.
 
-    The sequence methods are the manager's; those that grow also run the copies that copy-on-write
-    asks for, so the storage is always ready to be written. ``manager`` and ``storage`` are there for
+    The sequence methods are the manager's. Copies that copy-on-write asks for are run when a sequence
+    grows and again before a write, so no write is lost to one. ``manager`` and ``storage`` are there for
     everything else (``manager.tables`` writes batches into your own buffers).
 
     >>> import torch
@@ -62,32 +68,49 @@ class PagedKVCache:
         *,
         device: str | torch.device = "cpu",
         layout: Layout = "HND",
-        max_seqs: int = 256,
-        prefix_caching: bool = True,
+        manager: KVCacheManager | None = None,
     ) -> None:
-        """Allocate ``num_blocks`` usable blocks of ``spec`` (see ``spec.num_blocks_for(memory_bytes)``)."""
-        self.manager = KVCacheManager(
-            num_blocks, spec.block_size, max_seqs=max_seqs, prefix_caching=prefix_caching
-        )
+        """Allocate ``num_blocks`` usable blocks of ``spec`` (see ``spec.num_blocks_for(memory_bytes)``).
+
+        ``manager`` brings options other than the defaults; ``PagedKVError`` if its blocks are others.
+        """
+        self.manager = manager or KVCacheManager(num_blocks, spec.block_size)
+        if (self.manager.num_blocks, self.manager.block_size) != (num_blocks, spec.block_size):
+            raise PagedKVError(
+                f"the manager has {self.manager.num_blocks} blocks of {self.manager.block_size} tokens, "
+                f"the storage would have {num_blocks} of {spec.block_size}"
+            )
         self.storage = KVStorage(spec, num_blocks, device=device, layout=layout)
 
     def open(
-        self, seq_id: SeqId, tokens: Any, *, namespace: Namespace | None = None, media: Iterable[Media] = ()
+        self,
+        seq_id: SeqId,
+        tokens: Any,
+        *,
+        namespace: Namespace | None = None,
+        media: Iterable[Media] = (),
+        max_cached_tokens: int | None = None,
     ) -> Opened | None:
-        """Open a sequence with its prompt; see ``KVCacheManager.open``. Prefill after ``num_cached_tokens``."""
-        return self.manager.open(seq_id, tokens, namespace=namespace, media=media)
+        """Open a sequence with its prompt; prefill what is not cached. See ``KVCacheManager.open``."""
+        return self.manager.open(
+            seq_id, tokens, namespace=namespace, media=media, max_cached_tokens=max_cached_tokens
+        )
 
     def append(self, seq_id: SeqId, num_tokens: int = 1) -> bool:
         """Make room for more tokens of one sequence; False if the blocks are not available now."""
-        return self._after_growth(self.manager.append(seq_id, num_tokens) is not None)
+        return self.manager.append(seq_id, num_tokens) and self._run_copies()
 
-    def step(self, seq_ids: Sequence[SeqId]) -> bool:
-        """Make room for one more token of each sequence, for all or for none."""
-        return self._after_growth(self.manager.step(seq_ids) is not None)
+    def step(self, seq_ids: Sequence[SeqId], num_tokens: int = 1) -> bool:
+        """Make room for more tokens of each sequence, one by default, for all or for none."""
+        return self.manager.step(seq_ids, num_tokens) and self._run_copies()
 
-    def commit(self, seq_id: SeqId, tokens: Any) -> None:
+    def commit(self, seq_id: SeqId, tokens: Any, *, media: Iterable[Media] = ()) -> None:
         """Say which tokens were written, in order; see ``KVCacheManager.commit``."""
-        self.manager.commit(seq_id, tokens)
+        self.manager.commit(seq_id, tokens, media=media)
+
+    def commit_step(self, seq_ids: Sequence[SeqId], tokens: Any) -> None:
+        """Commit one token of each sequence; see ``KVCacheManager.commit_step``."""
+        self.manager.commit_step(seq_ids, tokens)
 
     def fork(self, seq_id: SeqId, child_id: SeqId) -> bool:
         """Share every block with a new sequence; see ``KVCacheManager.fork``."""
@@ -119,23 +142,33 @@ class PagedKVCache:
 
     def write(self, layer: int, k: Tensor, v: Tensor | None, slot_mapping: Tensor) -> None:
         """Store keys and values of tokens at their slots; see ``KVStorage.write``."""
+        self._run_copies()
         self.storage.write(layer, k, v, slot_mapping)
 
     def layer(self, index: int) -> LayerKV:
         """Views of one layer for ``paged_attention``; see ``KVStorage.layer``."""
         return self.storage.layer(index)
 
-    def gather(self, seq_id: SeqId, layer: int) -> KVPair:
-        """Contiguous keys and values of a whole sequence, for prefill or inspection."""
-        tables = self.manager.tables
-        return self.storage.gather(layer, tables.block_ids(seq_id), tables.num_tokens(seq_id))
+    def num_tokens(self, seq_id: SeqId) -> int:
+        """Tokens of the sequence that have a slot."""
+        return self.manager.tables.num_tokens(seq_id)
+
+    def gather(self, seq_id: SeqId, layer: int, stop: int | None = None) -> KVPair:
+        """Contiguous keys and values of a sequence up to position ``stop`` (default: its end)."""
+        length = self.num_tokens(seq_id)
+        stop = length if stop is None else stop
+        if not 0 <= stop <= length:
+            raise SequenceError(f"position {stop} is outside sequence {seq_id!r} of {length} tokens")
+        return self.storage.gather(layer, self.manager.tables.block_ids(seq_id), stop)
 
     def stats(self) -> ManagerStats:
         """Snapshot; bytes by ``cache.stats().bytes(cache.storage.spec)``."""
         return self.manager.stats()
 
-    def _after_growth(self, grown: bool) -> bool:
-        copies = self.manager.take_copies()
+    def _run_copies(self) -> bool:
+        """Run pending copies; they stay pending if that fails. Always True, for the callers' sake."""
+        copies = self.manager.pending_copies
         if len(copies.src):
-            self.storage.copy_blocks(copies.src, copies.dst)
-        return grown
+            self.storage.copy_blocks(*copies)
+            self.manager.take_copies()
+        return True

@@ -26,8 +26,21 @@ class SequenceExtra(NamedTuple):
         """Work out the extra keys; raises ``PagedKVError`` for bad media or a bad namespace."""
         if namespace is None and media == ():
             return NO_EXTRA
-        items = tuple(Media(*item) for item in media)
-        return cls(namespace, items, extra_keys_by_block(namespace, items, num_tokens, block_size))
+        items = tuple(media)
+        by_block = extra_keys_by_block(namespace, items, num_tokens, block_size)
+        return cls(namespace, items, by_block) if by_block else NO_EXTRA
+
+    def extended(self, media: Iterable[Media], start: int, stop: int, block_size: int) -> "SequenceExtra":
+        """With media that start at ``start <= offset < stop``; ``PagedKVError`` for any that do not."""
+        if media == ():
+            return self
+        new = tuple(media)
+        for item in new:
+            if isinstance(item.offset, int) and item.offset < start:
+                raise PagedKVError(
+                    f"media {item.content_id!r} starts at {item.offset}, before the {start} committed tokens"
+                )
+        return SequenceExtra.build(self.namespace, self.media + new, stop, block_size)
 
     def truncated(self, num_tokens: int, block_size: int) -> "SequenceExtra":
         """What is left when the sequence is cut to ``num_tokens``."""
@@ -36,13 +49,24 @@ class SequenceExtra(NamedTuple):
             return self
         return SequenceExtra.build(self.namespace, media, num_tokens, block_size)
 
+    def ids(self, keys: ExtraKeys, first: int, count: int) -> Int32Array:
+        """Ids of the extra keys of ``count`` blocks: 0 for none, -1 for a key that nobody uses."""
+        found: Int32Array = np.zeros(count, np.int32)
+        for i, key in self.by_block.items():
+            if first <= i < first + count:
+                found[i - first] = keys.find(key)
+        return found
+
 
 NO_EXTRA = SequenceExtra(None, (), {})
 
 
 def as_token_array(tokens: Any) -> Int32Array:
     """Token ids as int32 [n]; ``PagedKVError`` unless they are integers in 0..2^31 - 1, in one dimension."""
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError as error:
+        raise PagedKVError(f"tokens must be a sequence of integers: {error}") from None
     if array.ndim != 1:
         raise PagedKVError(f"tokens must have one dimension, got shape {array.shape}")
     if not array.size:
@@ -53,12 +77,3 @@ def as_token_array(tokens: Any) -> Int32Array:
     if low < 0 or high > MAX_TOKEN_ID:
         raise PagedKVError(f"token ids must be in 0..{MAX_TOKEN_ID}, got {low if low < 0 else high}")
     return array.astype(np.int32, copy=False)
-
-
-def extra_ids(keys: ExtraKeys, extra: SequenceExtra, first: int, count: int) -> Int32Array:
-    """Ids of the extra keys of blocks ``first .. first + count - 1``: 0 for none, -1 for one nobody uses."""
-    ids: Int32Array = np.zeros(count, np.int32)
-    for i, key in extra.by_block.items():
-        if first <= i < first + count:
-            ids[i - first] = keys.find(key)
-    return ids

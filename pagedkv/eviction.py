@@ -1,6 +1,7 @@
 """The order in which cached blocks are given up: least recently used, leaves first."""
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv.page_table import Int32Array, Int64Array
 
@@ -27,19 +28,26 @@ class LRUOrder:
 
     def __init__(self, num_blocks: int) -> None:
         """Make an empty order for ids ``1..num_blocks``."""
+        size = 2 * num_blocks + 64
         self._place: Int64Array = np.full(num_blocks + 1, _NOWHERE, np.int64)
-        self._log: Int32Array = np.zeros(2 * num_blocks + 64, np.int32)
+        self._log: Int32Array = np.zeros(size, np.int32)
+        self._places: Int64Array = np.arange(size)
+        self._kept: npt.NDArray[np.bool_] = np.zeros(num_blocks + 1, np.bool_)
         self._head = 0
         self._tail = 0
 
     def push(self, ids: Int32Array) -> None:
         """Add ids as the most recently used, the first of them as the least recent."""
-        if self._tail + len(ids) > len(self._log):
-            self._compact()
+        self.make_room(len(ids))
         end = self._tail + len(ids)
         self._log[self._tail : end] = ids
-        self._place[ids] = np.arange(self._tail, end)
+        self._place[ids] = self._places[self._tail : end]
         self._tail = end
+
+    def make_room(self, count: int) -> None:
+        """Make sure that ``count`` ids can be pushed without moving anything."""
+        if self._tail + count > len(self._log):
+            self._compact()
 
     def discard(self, ids: Int32Array) -> None:
         """Forget ids, whether they are here or not."""
@@ -47,34 +55,25 @@ class LRUOrder:
 
     def first(self, count: int, keep: Int32Array) -> Int32Array:
         """Up to ``count`` least recently used ids, oldest first, none of them in ``keep``."""
-        self._skip_void()
-        hidden = self._place[keep]
-        self._place[keep] = _NOWHERE
+        self._kept[keep] = True
         try:
             return self._oldest(count)
         finally:
-            self._place[keep] = hidden
-
-    def _skip_void(self) -> None:
-        """Move the head to the oldest valid entry: what is void stays void."""
-        while self._head < self._tail:
-            stop = min(self._head + 512, self._tail)
-            valid = self._place[self._log[self._head : stop]] == np.arange(self._head, stop)
-            if valid.any():
-                self._head += int(valid.argmax())
-                return
-            self._head = stop
+            self._kept[keep] = False
 
     def _oldest(self, count: int) -> Int32Array:
-        """Scan windows from the head until enough valid entries are seen."""
+        """Scan windows from the head until enough entries are found that are valid and not kept."""
         parts: list[Int32Array] = []
         start, width = self._head, max(64, 2 * count)
         while count > 0 and start < self._tail:
             stop = min(start + width, self._tail)
             window = self._log[start:stop]
-            valid = window[self._place[window] == np.arange(start, stop)][:count]
-            parts.append(valid)
-            count -= len(valid)
+            valid = self._place[window] == self._places[start:stop]
+            if start == self._head and not valid.any():
+                self._head = stop  # void entries stay void: never scan them again
+            found = window[valid & ~self._kept[window]][:count]
+            parts.append(found)
+            count -= len(found)
             start, width = stop, 2 * width
         return np.concatenate(parts) if parts else self._log[:0]
 
@@ -82,7 +81,7 @@ class LRUOrder:
         """Move the valid entries to the front; at most num_blocks of them, so half the log is free again."""
         ids = self._oldest(len(self._place))
         self._log[: len(ids)] = ids
-        self._place[ids] = np.arange(len(ids))
+        self._place[ids] = self._places[: len(ids)]
         self._head, self._tail = 0, len(ids)
 
     def ids(self) -> Int32Array:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from pagedkv.block_cache import BlockCache
 from pagedkv.block_pool import ACTIVE, CACHED, FREE, BlockPool
 from pagedkv.errors import check
 from pagedkv.eviction import LRUOrder
@@ -11,21 +12,21 @@ from pagedkv.prefix_index import ROOT, PrefixIndex
 
 
 def check_invariants(
-    pool: BlockPool,
-    index: PrefixIndex,
-    order: LRUOrder,
-    tables: PageTable,
-    committed: Int64Array,
-    num_indexed: Int64Array,
-    extra_keys: ExtraKeys,
+    cache: BlockCache, tables: PageTable, committed: Int64Array, prefix_caching: bool
 ) -> None:
     """Raise ``AssertionError`` naming the first broken invariant. Cost: O(blocks + table entries in use)."""
+    pool, index = cache.pool, cache.index
     pool.check_invariants()
     _check_tables(pool, tables)
-    parent = _check_index(pool, index, extra_keys)
-    _check_order(pool, order, parent)
+    parent = _check_index(pool, index, cache.extra_keys)
+    _check_order(pool, cache.order, parent)
     for seq_id in tables.seq_ids:
-        _check_sequence(index, parent, tables, committed, num_indexed, tables.row(seq_id))
+        row = tables.row(seq_id)
+        done = int(committed[row])
+        check(0 <= done <= int(tables.seq_len[row]), "more tokens are committed than the sequence has")
+        chain = tables.blocks[row, : done // tables.block_size if prefix_caching else 0]
+        check(bool(index.indexed[chain].all()), "a full committed block is not indexed")
+        check(np.array_equal(parent[chain[1:]], chain[:-1]), "a sequence's prefix is not a chain")
 
 
 def _check_tables(pool: BlockPool, tables: PageTable) -> None:
@@ -77,19 +78,3 @@ def _check_order(pool: BlockPool, order: LRUOrder, parent: Int32Array) -> None:
     place = np.full(pool.num_blocks + 1, np.iinfo(np.int64).max)
     place[ids] = np.arange(len(ids))
     check(bool((place[parent[ids]] > place[ids]).all()), "a parent would be evicted before its child")
-
-
-def _check_sequence(
-    index: PrefixIndex,
-    parent: Int32Array,
-    tables: PageTable,
-    committed: Int64Array,
-    num_indexed: Int64Array,
-    row: int,
-) -> None:
-    length, done, shared = int(tables.seq_len[row]), int(committed[row]), int(num_indexed[row])
-    check(0 <= done <= length, "more tokens are committed than the sequence has")
-    check(shared <= done // tables.block_size, "an uncommitted block is shared")
-    chain = tables.blocks[row, :shared]
-    check(bool(index.indexed[chain].all()), "a sequence's shared prefix is not indexed")
-    check(np.array_equal(parent[chain[1:]], chain[:-1]), "a sequence's prefix is not a chain")

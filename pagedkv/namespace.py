@@ -1,6 +1,6 @@
 """What besides tokens must be equal for two blocks to hold the same K and V."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,12 @@ class Namespace:
     adapter: str = ""
     adapter_version: int = 0
     weights: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse fields of other types, which might not compare or hash alike in another process."""
+        for name, kind in (("salt", str), ("adapter", str), ("adapter_version", int), ("weights", str)):
+            if type(getattr(self, name)) is not kind:
+                raise PagedKVError(f"{name} must be {kind.__name__}, got {getattr(self, name)!r}")
 
 
 class Media(NamedTuple):
@@ -64,6 +70,19 @@ class ExtraKeys:
         self._uses[extra_id] += 1
         return extra_id
 
+    def exchange(self, old: Collection[tuple[object, ...]], new: Collection[tuple[object, ...]]) -> None:
+        """Use the keys ``new`` in place of ``old``, or change nothing if that fails."""
+        taken: list[int] = []
+        try:
+            for key in new:
+                taken.append(self.take(key))
+        except BaseException:
+            for extra_id in taken:
+                self.drop(extra_id)
+            raise
+        for key in old:
+            self.drop(self.find(key))
+
     def find(self, key: tuple[object, ...]) -> int:
         """Id of ``key`` without using it, or -1 if nobody uses it."""
         return self._ids.get(key, -1)
@@ -91,12 +110,20 @@ def extra_keys_by_block(
         raise PagedKVError(f"namespace must be a Namespace, got {type(namespace).__name__}")
     first = None if namespace == Namespace() else namespace
     starts: dict[int, list[tuple[int, str]]] = {}
-    for offset, content_id in media:
-        if not 0 <= offset < num_tokens:
-            raise PagedKVError(
-                f"media {content_id!r} starts at {offset}, outside the {num_tokens} prompt tokens"
-            )
-        starts.setdefault(offset // block_size, []).append((offset % block_size, content_id))
+    for item in media:
+        _require_media(item, num_tokens)
+        starts.setdefault(item.offset // block_size, []).append((item.offset % block_size, item.content_id))
     if first is not None:
         starts.setdefault(0, [])
     return {i: (first if i == 0 else None, tuple(sorted(items))) for i, items in sorted(starts.items())}
+
+
+def _require_media(item: Media, num_tokens: int) -> None:
+    if not isinstance(item, Media):
+        raise PagedKVError(f"media must be Media(offset, content_id), got {item!r}")
+    if type(item.offset) is not int or not isinstance(item.content_id, str):
+        raise PagedKVError(f"media needs an int offset and a str content_id, got {item!r}")
+    if not 0 <= item.offset < num_tokens:
+        raise PagedKVError(
+            f"media {item.content_id!r} starts at {item.offset}, outside the {num_tokens} tokens"
+        )

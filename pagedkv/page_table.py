@@ -100,7 +100,8 @@ class PageTable:
         row = self.row(seq_id)
         length = int(self.seq_len[row])
         stop = length if stop is None else stop
-        if not 0 <= start <= stop <= length:
+        whole = isinstance(start, (int, np.integer)) and isinstance(stop, (int, np.integer))
+        if not whole or not 0 <= start <= stop <= length:
             raise SequenceError(
                 f"positions {start}..{stop} are outside sequence {seq_id!r} of {length} tokens"
             )
@@ -144,9 +145,9 @@ class PageTable:
         rows = self.rows(seq_ids)
         lens = self.seq_len[rows]
         width = div_ceil(int(lens.max(initial=0)), self.block_size)
+        _require(seq_lens, "seq_lens", np.int32, (None,), (len(rows),))
         batch = len(seq_lens)
         _require(block_tables, "block_tables", np.int32, (batch, None), (len(rows), width))
-        _require(seq_lens, "seq_lens", np.int32, (None,), (len(rows),))
         if slot_mapping is not None:
             _require(slot_mapping, "slot_mapping", np.int64, (batch,), (len(rows),))
         n = len(rows)
@@ -188,9 +189,9 @@ class PageTable:
         rows = self.rows(seq_ids)
         lens = self.seq_len[rows]
         counts = -(-lens // self.block_size)
-        n, total, batch = len(rows), int(counts.sum()), len(kv_last_page_len)
-        _require(kv_indptr, "kv_indptr", np.int32, (batch + 1,), (n + 1,))
+        n, total = len(rows), int(counts.sum())
         _require(kv_last_page_len, "kv_last_page_len", np.int32, (None,), (n,))
+        _require(kv_indptr, "kv_indptr", np.int32, (len(kv_last_page_len) + 1,), (n + 1,))
         _require(kv_indices, "kv_indices", np.int32, (None,), (total,))
         width = int(counts.max(initial=0))
         kv_indptr[0] = 0
@@ -204,13 +205,18 @@ class PageTable:
 
     # -- the manager's side
 
-    def add(self, seq_id: SeqId, block_ids: Int32Array, num_tokens: int) -> int:
-        """Give a new sequence a row that holds ``block_ids``; the caller has checked that one is free."""
-        row = self._free_rows.pop()
+    def add(self, seq_id: SeqId) -> int:
+        """Give a new, empty sequence a row; the caller knows that one is free."""
+        row = self._free_rows[-1]
         self._rows[seq_id] = row
-        self.blocks[row, : len(block_ids)] = block_ids
-        self.seq_len[row] = num_tokens
+        self._free_rows.pop()
         return row
+
+    def fill(self, row: int, hit: Int32Array, new: Int32Array, num_tokens: int) -> None:
+        """Let an empty row hold the blocks ``hit`` and then ``new``."""
+        self.blocks[row, : len(hit)] = hit
+        self.blocks[row, len(hit) : len(hit) + len(new)] = new
+        self.seq_len[row] = num_tokens
 
     def remove(self, seq_id: SeqId) -> None:
         """Forget a sequence and clear its row."""
@@ -227,9 +233,12 @@ def _require(
     shape: tuple[int | None, ...],
     at_least: tuple[int, ...],
 ) -> None:
-    """Refuse a buffer whose dtype or shape differs from what the dialect says, or that is too small."""
-    if buffer.dtype != dtype:
-        raise PagedKVError(f"{name} must be {np.dtype(dtype)}, got {buffer.dtype}")
+    """Refuse a buffer whose dtype or shape differs from what the dialect says, or that cannot take it."""
+    if not isinstance(buffer, np.ndarray):
+        raise PagedKVError(f"{name} must be a numpy array, got {type(buffer).__name__}")
+    if buffer.dtype != dtype or not buffer.flags.writeable:
+        state = "" if buffer.flags.writeable else "read-only "
+        raise PagedKVError(f"{name} must be writable {np.dtype(dtype)}, got {state}{buffer.dtype}")
     if buffer.ndim != len(shape) or any(
         s is not None and s != b for s, b in zip(shape, buffer.shape, strict=True)
     ):

@@ -95,6 +95,11 @@ class PrefixIndex:
                 break
         return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
+    def is_leaf(self, block: int) -> bool:
+        """Tell whether no indexed block continues this one. Cost: O(1)."""
+        run, at = self._after(block)
+        return at == run.length and not run.children
+
     def insert(self, ids: Int32Array, extra: Int32Array, parent: int) -> None:
         """Index consecutive blocks after ``parent``; their ``tokens`` rows are already written.
 

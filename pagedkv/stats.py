@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pagedkv.errors import PagedKVError
 from pagedkv.spec import KVCacheSpec
 
 
 class CacheBytes(NamedTuple):
-    """Bytes of the whole pool, of blocks held, of blocks kept for reuse, and of tokens really stored."""
+    """Bytes of the whole pool, of blocks held, of blocks kept for reuse, and of tokens really stored.
+
+    Usable blocks only: a storage also allocates the null block.
+    """
 
     reserved: int
     active: int
@@ -67,7 +71,14 @@ class ManagerStats:
         return self.hit_blocks / self.queried_blocks if self.queried_blocks else 0.0
 
     def bytes(self, spec: KVCacheSpec) -> CacheBytes:
-        """The same in bytes of ``spec``, all layers together."""
+        """The same in bytes of ``spec``, all layers together.
+
+        Raises ``PagedKVError`` if the spec has blocks of another size.
+        """
+        if spec.block_size != self.block_size:
+            raise PagedKVError(
+                f"the spec has blocks of {spec.block_size} tokens, the manager of {self.block_size}"
+            )
         block, token = spec.bytes_per_block, spec.bytes_per_token
         return CacheBytes(
             self.num_blocks * block,

@@ -66,14 +66,14 @@ class ReferenceManager:
             if block is None:
                 break
             hit.append(block)
-        need = self._blocks_for(length) - len(hit)
-        spare = self.free + sum(block not in hit for block in self.cached)
-        spare -= self.watermark_blocks if self.seqs else 0
-        if len(self.seqs) == self.max_seqs or (need and need > spare):
+        fresh = self._blocks_for(length) - len(hit)
+        need = fresh + sum(block in hit for block in self.cached)
+        reserve = self.watermark_blocks if self.seqs else 0
+        if len(self.seqs) == self.max_seqs or (need and need > self.free + len(self.cached) - reserve):
             return None
         for block in hit:
             self._hold(block)
-        seq = _Sequence(namespace, hit + self._take(need), length)
+        seq = _Sequence(namespace, hit + self._take(fresh), length)
         seq.tokens = list(tokens[: len(hit) * size])
         self.seqs[seq_id] = seq
         return len(hit) * size
@@ -81,7 +81,7 @@ class ReferenceManager:
     def step(self, seq_ids: Sequence[Hashable], count: int) -> bool:
         """Grow every sequence, or none and False."""
         seqs = [self.seqs[seq_id] for seq_id in seq_ids]
-        copies = self._tails_to_copy(seqs) if count else []
+        copies, private = self._shared_tails(seqs) if count else ([], [])
         grow = [self._blocks_for(s.length + count) - len(s.blocks) for s in seqs]
         if sum(grow) + len(copies) > self.free + len(self.cached):
             return False
@@ -89,6 +89,10 @@ class ReferenceManager:
         for s in copies:
             old, s.blocks[-1] = s.blocks[-1], fresh.pop()
             self._release(old)
+        for block in private:
+            if block.path is not None:
+                del self.by_path[block.path]
+                block.path = None
         for s, n in zip(seqs, grow, strict=True):
             s.blocks += [fresh.pop() for _ in range(n)]
             s.length += count
@@ -139,14 +143,21 @@ class ReferenceManager:
     def _blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self.block_size - 1) // self.block_size
 
-    def _tails_to_copy(self, seqs: list[_Sequence]) -> list[_Sequence]:
+    def _shared_tails(self, seqs: list[_Sequence]) -> tuple[list[_Sequence], list[_Block]]:
+        """Sequences that must copy their partial tail, and tails that the last of their holders keeps."""
         partial = [s for s in seqs if s.length % self.block_size]
         copies = [s for s in partial if s.blocks[-1].refs > 1 or s.blocks[-1].path is not None]
+        kept = []
         for block in {id(s.blocks[-1]): s.blocks[-1] for s in copies}.values():
             holders = [s for s in copies if s.blocks[-1] is block]
-            if block.path is None and len(holders) == block.refs:
+            if len(holders) == block.refs and not self._has_children(block):
                 copies.remove(holders[-1])
-        return copies
+                kept.append(block)
+        return copies, kept
+
+    def _has_children(self, block: _Block) -> bool:
+        path = block.path
+        return path is not None and any(len(p) > len(path) and p[: len(path)] == path for p in self.by_path)
 
     def _take(self, count: int) -> list[_Block]:
         for _ in range(count - self.free):
@@ -266,6 +277,8 @@ class _Walk:
         self.manager.check_invariants()
         real, model = manager_state(self.manager), self.model.state()
         assert real == model, f"manager {real} != model {model}"
+        if len(self.manager.pending_copies.src):
+            return  # the slots are right again when the copies have run, before the next write
         for seq_id, seq in self.model.seqs.items():
             held = self.shadow.read(self.manager, seq_id)
             assert held == seq.tokens, f"slots of {seq_id} hold {held}, committed were {seq.tokens}"
@@ -276,33 +289,38 @@ class _Walk:
     def _any(self) -> Hashable | None:
         return self.random.choice(list(self.model.seqs)) if self.model.seqs else None
 
-    def open(self) -> None:
-        tokens = self._tokens(self.random.randrange(self.max_len // 2))
+    def _prompt(self) -> tuple[list[int], Namespace | None]:
+        """Half of the prompts begin like something that is cached."""
         namespace = self.random.choice([None, None, Namespace(salt="tenant")])
+        tokens = self._tokens(self.random.randrange(self.max_len // 2))
+        if self.model.by_path and self.random.random() < 0.5:
+            path = self.random.choice(list(self.model.by_path))
+            namespace = path[0]
+            tokens = [*path[1 : self.random.randint(1, len(path))], *tokens[: self.random.randrange(4)]]
+        return tokens[: self.max_len - 1], namespace
+
+    def open(self) -> None:
+        tokens, namespace = self._prompt()
         seq_id, self.next_id = self.next_id, self.next_id + 1
         opened = self.manager.open(seq_id, tokens, namespace=namespace)
         cached = self.model.open(seq_id, tokens, namespace)
         assert (opened.num_cached_tokens if opened else None) == cached, f"hit {opened}, expected {cached}"
         if cached is not None:
             self.prompts[seq_id] = tokens
-            self.shadow.write(self.manager.tables.slots(seq_id, cached), tokens[cached:])
 
-    def _grow(self, seq_ids: list[Hashable], count: int, slots: Any) -> None:
-        grown = self.model.step(seq_ids, count)
-        assert (slots is not None) == grown, f"grew: {slots is not None}, expected {grown}"
-        if slots is not None:
-            self.shadow.copy(self.manager)
-            self.shadow.write(slots, [-2] * len(slots))
+    def _expect(self, seq_ids: list[Hashable], count: int, grown: bool) -> None:
+        expected = self.model.step(seq_ids, count)
+        assert grown == expected, f"grew: {grown}, expected {expected}"
 
     def step(self) -> None:
         ids = [i for i in self.model.seqs if self.model.seqs[i].length < self.max_len - 1]
         batch = self.random.sample(ids, self.random.randint(0, len(ids)))
-        self._grow(batch, 1, self.manager.step(batch))
+        self._expect(batch, 1, self.manager.step(batch))
 
     def append(self) -> None:
         seq_id, count = self._any(), self.random.randrange(6)
         if seq_id is not None and self.model.seqs[seq_id].length + count <= self.max_len:
-            self._grow([seq_id], count, self.manager.append(seq_id, count))
+            self._expect([seq_id], count, self.manager.append(seq_id, count))
 
     def commit(self) -> None:
         seq_id = self._any()
@@ -311,10 +329,14 @@ class _Walk:
         seq = self.model.seqs[seq_id]
         start = len(seq.tokens)
         count = self.random.choice([seq.length - start, self.random.randint(0, seq.length - start)])
+        self.shadow.copy(self.manager)
         known = self.prompts.get(seq_id, [])[start : start + count]
         tokens = known + self._tokens(count - len(known))
         self.shadow.write(self.manager.tables.slots(seq_id, start, start + count), tokens)
-        self.manager.commit(seq_id, tokens)
+        if count == 1 and self.random.random() < 0.5:
+            self.manager.commit_step([seq_id], tokens)
+        else:
+            self.manager.commit(seq_id, tokens)
         self.model.commit(seq_id, tokens)
 
     def fork(self) -> None:

@@ -166,7 +166,7 @@ class Engine:
     def _advance(self) -> None:
         """Take the next steps; while blocks lack, preempt the youngest request and take one step only."""
         plan = self._plan(most=None)
-        while self.manager.step(self._decoding, plan.steps.num_steps) is None:
+        while not self.manager.step(self._decoding, plan.steps.num_steps):
             self._preempt(self._admitted[-1])
             if not self._admitted:
                 return

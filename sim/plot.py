@@ -68,27 +68,22 @@ def _cache_bytes(axes: Axes, result: ReplayResult) -> None:
 def _itl_against_context(axes: Axes, result: ReplayResult) -> None:
     steps = [s for s in result.records.steps if s.num_decoding]
     steps = steps[:: max(1, len(steps) // MOST_POINTS)]
-    context = np.array([s.context_tokens / s.num_decoding for s in steps])
+    context = np.array([s.context_tokens for s in steps])
     itl = np.array([s.first_s for s in steps]) * 1e3
-    mixed = np.array([s.num_prefill_tokens > 0 for s in steps])
-    axes.scatter(
-        context[mixed], itl[mixed], s=4, color="#d1495b", alpha=0.35, label="steps with prefill", linewidths=0
-    )
-    axes.scatter(
-        context[~mixed], itl[~mixed], s=5, color="#2a6f97", alpha=0.5, label="decode steps", linewidths=0
-    )
+    mixed = np.array([s.num_prefill_tokens > 0 for s in steps], np.bool_)
+    for which, color, label in (
+        (mixed, "#d1495b", "steps with prefill"),
+        (~mixed, "#2a6f97", "decode steps"),
+    ):
+        axes.scatter(context[which], itl[which], s=5, color=color, alpha=0.4, label=label, linewidths=0)
     if len(steps):
         batch = max(1, round(float(np.median([s.num_decoding for s in steps]))))
         line = np.linspace(0, float(context.max()), 50)
         model = result.setup.step_time
-        modelled = [model.decode_s(np.full(batch, round(x), np.int64)) * 1e3 for x in line]
-        axes.plot(line, modelled, color="black", linewidth=1.2, label=f"modelled, {batch} sequences alike")
-    axes.set(
-        title="ITL against context",
-        xlabel="mean context of the batch [tokens]",
-        ylabel="ITL [ms]",
-        yscale="log",
-    )
+        modelled = [model.decode_s(np.full(batch, round(x / batch), np.int64)) * 1e3 for x in line]
+        axes.plot(line, modelled, color="black", linewidth=1.2, label=f"modelled decode, {batch} sequences")
+    axes.set(title="ITL against context", xlabel="context of the batch [tokens]", ylabel="ITL [ms]")
+    axes.set_ylim(0, 1.3 * float(np.percentile(itl, 99)) if len(steps) else 1)
     axes.legend(loc="upper left", fontsize=8)
 
 

@@ -1,0 +1,136 @@
+"""Blocks with content: the pool, the prefix index and the eviction order, kept in step."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedkv.block_pool import FREE, NO_BLOCKS, BlockPool
+from pagedkv.errors import SequenceError
+from pagedkv.eviction import LRUOrder
+from pagedkv.namespace import ExtraKeys
+from pagedkv.page_table import Int32Array
+from pagedkv.prefix_index import PrefixIndex
+
+
+class BlockCopies(NamedTuple):
+    """Blocks to copy, ``src[i]`` to ``dst[i]``, both int32 [n]: read all sources before writing any."""
+
+    src: Int32Array
+    dst: Int32Array
+
+
+class BlockCache:
+    """What the manager knows of blocks, whichever sequence holds them.
+
+    A block is indexed once it is full and committed; released to ref_count 0 it then stays cached until
+    it is evicted, else it becomes free. The caller knows that what it asks for fits.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        """Make ``num_blocks`` free blocks."""
+        self.pool = BlockPool(num_blocks)
+        self.index = PrefixIndex(num_blocks, block_size)
+        self.order = LRUOrder(num_blocks)
+        self.extra_keys = ExtraKeys()
+        self.num_evicted = 0
+        self.num_copied = 0
+        self._copies: dict[int, int] = {}
+
+    def acquire(self, num_new: int, shared: Int32Array = NO_BLOCKS) -> Int32Array:
+        """Take references on ``shared`` and ``num_new`` new blocks, evicting exactly the shortfall."""
+        shortfall = num_new - self.pool.num_free
+        victims = self.order.first(shortfall, keep=shared) if shortfall > 0 else NO_BLOCKS
+        new = self.pool.acquire(num_new, shared, victims)
+        if len(victims):
+            self.forget(victims)
+            self.order.discard(victims)
+            self._drop_copies(victims)
+            self.num_evicted += len(victims)
+        if len(shared):
+            self.order.discard(shared)
+        return new
+
+    def release(self, ids: Int32Array) -> None:
+        """Drop one reference each, deepest block first, so that children are evicted before parents."""
+        self.order.make_room(len(ids))
+        cached = self.pool.release(ids, self.index.indexed[ids])
+        self.order.push(cached)
+        if self._copies:
+            self._drop_copies(ids[self.pool.state[ids] == FREE])
+
+    def share(self, ids: Int32Array, tokens: Int32Array, extra: Int32Array, parent: int) -> Int32Array:
+        """Make full committed blocks findable behind ``parent``; returns the blocks to hold instead.
+
+        Where an equal block is indexed already, that one is returned, with a reference taken; the
+        caller then releases its own. ``tokens`` [n, block_size] are already stored for ``ids``.
+        """
+        known = self.index.match(tokens, extra, parent)
+        n = len(known)
+        held = np.concatenate([known, ids[n:]])
+        if n < len(ids):
+            self.index.insert(ids[n:], extra[n:], int(known[-1]) if n else parent)
+            for extra_id in extra[n:][extra[n:] > 0].tolist():
+                self.extra_keys.share(extra_id)
+        if n:
+            self.pool.acquire(0, shared=known)
+            self.order.discard(known)
+        return held
+
+    def forget(self, ids: Int32Array) -> None:
+        """Remove blocks from the index, children first, and their extra keys with them."""
+        if len(self.extra_keys):
+            extra = self.index.extra[ids]
+            for extra_id in extra[extra > 0].tolist():
+                self.extra_keys.drop(extra_id)
+        self.index.remove(ids)
+
+    def is_shared(self, ids: Int32Array) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
+        """Which blocks somebody else can see: another sequence, or a later one through the index."""
+        return self.index.indexed[ids] | (self.pool.ref_count[ids] > 1)
+
+    def can_become_private(self, block: int, num_holders: int) -> bool:
+        """Tell whether ``num_holders`` are all that hold the block, and nothing cached builds on it."""
+        if int(self.pool.ref_count[block]) != num_holders:
+            return False
+        return not self.index.indexed[block] or self.index.is_leaf(block)
+
+    def replace(self, old: Int32Array, new: Int32Array) -> None:
+        """Let ``new`` blocks take the place of shared tails: note the copies, give up the old ones."""
+        self.index.tokens[new] = self.index.tokens[old]
+        for src, dst in zip(old.tolist(), new.tolist(), strict=True):
+            # A source whose own copy is still pending has its content in that copy's source.
+            self._copies[dst] = self._copies.get(src, src)
+        for block in old:
+            self.release(block.reshape(1))
+        self.num_copied += len(new)
+
+    @property
+    def pending_copies(self) -> BlockCopies:
+        """The copies that wait to be run."""
+        count = len(self._copies)
+        if not count:
+            return BlockCopies(NO_BLOCKS, NO_BLOCKS)
+        return BlockCopies(
+            np.fromiter(self._copies.values(), np.int32, count),
+            np.fromiter(self._copies.keys(), np.int32, count),
+        )
+
+    def take_copies(self) -> BlockCopies:
+        """Hand over the pending copies and forget them."""
+        copies = self.pending_copies
+        self._copies.clear()
+        return copies
+
+    def require_copied(self, ids: Int32Array) -> None:
+        """Refuse blocks whose copy is still pending: what is written to them now would be overwritten."""
+        if self._copies:
+            for block in ids.tolist():
+                if block in self._copies:
+                    raise SequenceError(
+                        f"block {block} awaits its copy from block {self._copies[block]}: take_copies() first"
+                    )
+
+    def _drop_copies(self, ids: Int32Array) -> None:
+        """Forget pending copies into blocks that no longer have content."""
+        for block in ids.tolist():
+            self._copies.pop(block, None)

@@ -1,0 +1,568 @@
+"""The manager against models under random operations, with failures injected, with bugs that must show."""
+
+import copy
+import itertools
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pagedkv.manager
+from pagedkv import BlockPool, KVCacheManager, Media, Namespace, PagedKVError, PageTable
+from pagedkv.block_pool import FREE, NO_BLOCKS
+from pagedkv.content import SequenceExtra
+from pagedkv.eviction import LRUOrder
+from pagedkv.page_table import Int32Array, SeqId
+from pagedkv.prefix_index import PrefixIndex
+from pagedkv.testing import ShadowStorage, random_walk
+
+
+def snapshot(manager: KVCacheManager) -> object:
+    """Every array, dict, list and number inside, at any depth, but the scratch array and the lazy head."""
+    seen: dict[int, int] = {}
+
+    def freeze(value: Any) -> object:
+        if isinstance(value, np.ndarray):
+            return value.dtype.str, value.shape, value.tobytes()
+        if isinstance(value, dict):
+            return tuple((key, freeze(item)) for key, item in value.items())
+        if isinstance(value, (list, tuple)):
+            return tuple(map(freeze, value))
+        if not type(value).__module__.startswith("pagedkv") or isinstance(value, Namespace):
+            return value
+        if id(value) in seen:
+            return "seen", seen[id(value)]
+        seen[id(value)] = len(seen)
+        names = getattr(value, "__slots__", None) or sorted(vars(value))
+        return tuple((name, freeze(getattr(value, name))) for name in names if name not in ("_seen", "_head"))
+
+    return freeze(manager)
+
+
+# -- against the reference model
+
+SIZES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "one_block": {"num_blocks": 1, "block_size": 4, "max_seqs": 3},
+    "one_token_blocks": {"num_blocks": 12, "block_size": 1, "max_seqs": 4},
+    "one_sequence": {"num_blocks": 6, "block_size": 2, "max_seqs": 1},
+    "many_sequences": {"num_blocks": 20, "block_size": 3, "max_seqs": 12},
+    "one_token_vocabulary": {"num_blocks": 10, "block_size": 2, "vocabulary": 1, "max_seqs": 5},
+    "wide_vocabulary": {"num_blocks": 10, "block_size": 2, "vocabulary": 5},
+    "watermark": {"num_blocks": 12, "block_size": 2, "max_seqs": 5, "watermark": 0.3},
+    "crowded": {"num_blocks": 5, "block_size": 3, "max_seqs": 8},
+    "roomy": {"num_blocks": 60, "block_size": 2, "max_seqs": 6},
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_long_random_walk_agrees_with_the_model(size: str, seed: int) -> None:
+    """Five thousand operations each: results, counts, slot contents and invariants after every one."""
+    stats = random_walk(5_000, seed=seed, **SIZES[size]).stats()
+    assert stats.num_opened > 200
+    assert stats.evicted_blocks > 0 or size == "one_block"
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(2, 30),
+    block_size=st.integers(1, 6),
+    max_seqs=st.integers(1, 9),
+    vocabulary=st.integers(1, 4),
+    watermark=st.sampled_from([0.0, 0.1, 0.5, 0.9]),
+)
+def test_walks_of_any_size_agree_with_the_model(
+    seed: int, num_blocks: int, block_size: int, max_seqs: int, vocabulary: int, watermark: float
+) -> None:
+    """Whatever the sizes, manager and model do the same."""
+    random_walk(
+        150,
+        seed=seed,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_seqs=max_seqs,
+        vocabulary=vocabulary,
+        watermark=watermark,
+    )
+
+
+def test_the_same_seed_gives_the_same_manager() -> None:
+    """Two walks with one seed end in equal state, down to the last array."""
+    first, second, other = (snapshot(random_walk(800, seed=seed)) for seed in (3, 3, 4))
+    assert first == second != other
+
+
+# -- copies that wait
+
+
+class LateCopies:
+    """Sequences that grow, shrink, fork and close for a while before anyone runs the pending copies.
+
+    Copies and the writes of new tokens happen together in ``flush``, copies first, as in an engine
+    that plans several changes and then runs one step.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        num_blocks = self.random.choice([6, 10, 20])
+        self.manager = KVCacheManager(num_blocks, 4, max_seqs=6, max_seq_len=24)
+        self.shadow = ShadowStorage(num_blocks, 4)
+        self.tokens: dict[SeqId, list[int]] = {}  # the committed ones
+        self.names = itertools.count()
+        self.chained = self.dropped = 0
+
+    def flush(self) -> None:
+        self.shadow.copy(self.manager)
+        for seq_id, known in self.tokens.items():
+            start, stop = len(known), self.manager.tables.num_tokens(seq_id)
+            new = [self.random.randrange(3) for _ in range(stop - start)]
+            self.shadow.write(self.manager.tables.slots(seq_id, start, stop), new)
+            known += new
+        for seq_id, known in self.tokens.items():
+            self.manager.commit(seq_id, known[self.manager.num_committed(seq_id) :])
+        for seq_id, known in self.tokens.items():
+            assert self.shadow.read(self.manager, seq_id) == known
+
+    def open(self) -> None:
+        prompt = [self.random.randrange(3) for _ in range(self.random.randint(0, 11))]
+        seq_id = next(self.names)
+        opened = self.manager.open(seq_id, prompt)
+        if opened is not None:
+            self.tokens[seq_id] = prompt[: opened.num_cached_tokens]
+
+    def grow(self, seq_id: SeqId) -> None:
+        if self.manager.tables.num_tokens(seq_id) < 20:
+            before = dict(self.manager._copies)
+            self.manager.append(seq_id, self.random.randint(1, 3))
+            new = {dst: src for dst, src in self.manager._copies.items() if dst not in before}
+            self.chained += any(src in before.values() for src in new.values())
+
+    def cut(self, seq_id: SeqId) -> None:
+        length = self.random.choice([len(self.tokens[seq_id]), self.manager.tables.num_tokens(seq_id) // 2])
+        self.manager.truncate(seq_id, length)
+        del self.tokens[seq_id][length:]
+
+    def fork(self, seq_id: SeqId) -> None:
+        self.manager.truncate(seq_id, len(self.tokens[seq_id]))
+        child = next(self.names)
+        if self.manager.fork(seq_id, child):
+            self.tokens[child] = list(self.tokens[seq_id])
+
+    def close(self, seq_id: SeqId) -> None:
+        self.manager.close(seq_id)
+        del self.tokens[seq_id]
+
+    def run(self, num_ops: int) -> None:
+        for _ in range(num_ops):
+            pending = len(self.manager._copies)
+            name = self.random.choice(
+                ["open", "grow", "grow", "grow", "cut", "fork", "fork", "close", "flush"]
+            )
+            if name in ("open", "flush"):
+                getattr(self, name)()
+            elif self.tokens:
+                getattr(self, name)(self.random.choice(list(self.tokens)))
+                self.dropped += len(self.manager._copies) < pending
+            self.manager.check_invariants()
+            destinations = list(self.manager._copies)
+            assert (self.manager._pool.state[destinations] != FREE).all(), "a copy into a free block"
+        self.flush()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_copies_run_late_still_give_every_sequence_its_tokens(seed: int) -> None:
+    """Chained and dropped copies: whenever the batch is run, every committed token is in its slot."""
+    LateCopies(seed).run(500)
+
+
+def test_late_copies_do_get_chained_and_dropped() -> None:
+    """The walk above reaches what it is for."""
+    walks = [LateCopies(seed) for seed in range(4)]
+    for walk in walks:
+        walk.run(500)
+    assert sum(walk.chained for walk in walks) > 3
+    assert sum(walk.dropped for walk in walks) > 3
+
+
+# -- namespaces and media
+
+
+class MediaWalk:
+    """Sequences with namespaces and media; tracks what every indexed block was computed from."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.size = self.random.choice([2, 3])
+        self.manager = KVCacheManager(self.random.choice([8, 16, 40]), self.size, max_seqs=5)
+        self.tokens: dict[SeqId, list[int]] = {}
+        self.media: dict[SeqId, list[Media]] = {}
+        self.namespace: dict[SeqId, Namespace | None] = {}
+        self.made: dict[int, object] = {}  # block -> the path it was indexed for
+        self.names = itertools.count()
+        self.hits = 0
+
+    def path(self, seq_id: SeqId, num_blocks: int) -> object:
+        """All that the K and V of block ``num_blocks - 1`` depend on."""
+        stop = num_blocks * self.size
+        media = tuple(sorted(item for item in self.media[seq_id] if item.offset < stop))
+        return self.namespace[seq_id], tuple(self.tokens[seq_id][:stop]), media
+
+    def open(self) -> None:
+        prompt = [0] * self.random.randint(0, 5 * self.size)
+        media = [
+            Media(self.random.randrange(len(prompt)), self.random.choice(["cat", "dog"]))
+            for _ in range(self.random.choice([0, 0, 1, 2]) if prompt else 0)
+        ]
+        namespace = self.random.choice([None, Namespace("x"), Namespace(adapter="x")])
+        seq_id = next(self.names)
+        limit = self.random.choice([None, len(prompt)])
+        indexed = set(np.flatnonzero(self.manager._index.indexed).tolist())
+        opened = self.manager.open(seq_id, prompt, namespace=namespace, media=media, max_cached_tokens=limit)
+        if opened is None:
+            return
+        self.tokens[seq_id], self.media[seq_id], self.namespace[seq_id] = prompt, media, namespace
+        hit = opened.num_cached_tokens // self.size
+        self.hits += hit
+        for i, block in enumerate(self.manager.tables.block_ids(seq_id)[:hit].tolist()):
+            assert self.made[block] == self.path(seq_id, i + 1), "a hit was computed from something else"
+        usable = (len(prompt) - 1 if limit is None else limit) // self.size
+        if hit < usable:
+            known = [self.made[block] for block in indexed]
+            assert self.path(seq_id, hit + 1) not in known, "a cached block was not found"
+        self.manager.commit(seq_id, prompt[opened.num_cached_tokens :])
+
+    def grow(self, seq_id: SeqId) -> None:
+        count = self.random.randint(0, 3)
+        fits = self.manager.tables.num_tokens(seq_id) + count <= self.manager.max_seq_len
+        if fits and self.manager.append(seq_id, count) is not None:
+            self.tokens[seq_id] += [0] * count
+            self.manager.commit(seq_id, [0] * count)
+
+    def cut(self, seq_id: SeqId) -> None:
+        length = self.random.randint(0, len(self.tokens[seq_id]))
+        self.manager.truncate(seq_id, length)
+        del self.tokens[seq_id][length:]
+        self.media[seq_id] = [item for item in self.media[seq_id] if item.offset < length]
+
+    def fork(self, seq_id: SeqId) -> None:
+        child = next(self.names)
+        if self.manager.fork(seq_id, child):
+            self.tokens[child] = list(self.tokens[seq_id])
+            self.media[child] = list(self.media[seq_id])
+            self.namespace[child] = self.namespace[seq_id]
+
+    def close(self, seq_id: SeqId) -> None:
+        self.manager.close(seq_id)
+        del self.tokens[seq_id], self.media[seq_id], self.namespace[seq_id]
+
+    def check(self) -> None:
+        """Equal blocks if and only if equal paths; and every extra key has exactly its users."""
+        self.manager.check_invariants()
+        indexed = np.flatnonzero(self.manager._index.indexed)
+        for seq_id, tokens in self.tokens.items():
+            full = len(tokens) // self.size
+            for i, block in enumerate(self.manager.tables.block_ids(seq_id)[:full].tolist()):
+                self.made[block] = self.path(seq_id, i + 1)
+        paths = [self.made[block] for block in indexed.tolist()]
+        assert len(set(paths)) == len(paths), "one content is indexed twice"
+        keys = self.manager._extra_keys
+        uses = Counter(x for x in self.manager._index.extra[indexed].tolist() if x)
+        for extra in self.manager._extra.values():
+            uses.update(keys.find(key) for key in extra.by_block.values())
+        assert uses == keys._uses, "an extra key is kept without a user, or dropped with one"
+
+    def run(self, num_ops: int) -> None:
+        for _ in range(num_ops):
+            name = self.random.choice(["open", "open", "grow", "grow", "cut", "fork", "close"])
+            if name == "open":
+                self.open()
+            elif self.tokens:
+                getattr(self, name)(self.random.choice(list(self.tokens)))
+            self.check()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_hits_with_namespaces_and_media_are_exact_and_complete(seed: int) -> None:
+    """Whatever was computed from other tokens, media or namespaces is never hit; all else is."""
+    walk = MediaWalk(seed)
+    walk.run(500)
+    assert walk.hits > 5
+    for seq_id in list(walk.tokens):
+        walk.close(seq_id)
+    walk.check()
+    assert walk.manager._extra == {}
+
+
+# -- failures injected
+
+Point = tuple[Any, str]
+Operation = Callable[[KVCacheManager, random.Random], object]
+
+
+def any_id(manager: KVCacheManager, rng: random.Random) -> SeqId:
+    return rng.choice(manager.tables.seq_ids) if len(manager.tables) else "nobody"
+
+
+def do_open(manager: KVCacheManager, rng: random.Random) -> object:
+    prompt = [rng.randrange(2) for _ in range(rng.randint(1, 14))]
+    media = [Media(rng.randrange(len(prompt)), "cat")] if rng.random() < 0.2 else []
+    return manager.open("injected", prompt, namespace=rng.choice([None, Namespace("tenant")]), media=media)
+
+
+def do_step(manager: KVCacheManager, rng: random.Random) -> object:
+    ids = manager.tables.seq_ids
+    return manager.step(rng.sample(ids, rng.randint(0, len(ids))), rng.randint(1, 3))
+
+
+OPERATIONS: dict[str, Operation] = {
+    "open": do_open,
+    "can_admit": lambda m, rng: m.can_admit([rng.randrange(2) for _ in range(9)], 3),
+    "append": lambda m, rng: m.append(any_id(m, rng), rng.randint(1, 5)),
+    "step": do_step,
+    "fork": lambda m, rng: m.fork(any_id(m, rng), "injected"),
+    "truncate": lambda m, rng: m.truncate(any_id(m, rng), 0),
+    "close": lambda m, rng: m.close(any_id(m, rng)),
+    "commit": lambda m, rng: m.commit(any_id(m, rng), [0]),
+}
+
+POINTS: dict[str, list[Point]] = {
+    "open": [
+        (SequenceExtra, "build"),
+        (PrefixIndex, "match"),
+        (LRUOrder, "first"),
+        (LRUOrder, "_oldest"),
+        (BlockPool, "acquire"),
+        (BlockPool, "_require"),
+    ],
+    "can_admit": [(SequenceExtra, "build"), (PrefixIndex, "match")],
+    "append": [(PageTable, "row"), (LRUOrder, "first"), (BlockPool, "acquire")],
+    "step": [(PageTable, "rows"), (LRUOrder, "first"), (BlockPool, "acquire")],
+    "fork": [(PageTable, "block_ids"), (BlockPool, "acquire"), (BlockPool, "_require")],
+    "truncate": [(PageTable, "num_blocks"), (BlockPool, "release"), (BlockPool, "_require")],
+    "close": [(PageTable, "block_ids"), (BlockPool, "release"), (BlockPool, "_require")],
+    "commit": [(PageTable, "row"), (pagedkv.manager, "as_token_array")],
+}
+
+NUMPY = ["concatenate", "arange", "flatnonzero", "unique", "where", "zeros"]
+PLANNING = {"_match", "first", "acquire", "_tails_to_copy"}
+"""While one of these runs, the operations tested have changed nothing yet."""
+
+
+def is_planning() -> bool:
+    """Whether the numpy call comes from a planning step of the manager."""
+    frame = sys._getframe(2)
+    names = set()
+    while frame.f_back is not None and "pagedkv" in frame.f_globals.get("__name__", ""):
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return bool(names & PLANNING)
+
+
+class Injector:
+    """Raises ``MemoryError`` at the chosen call of one function; counts the calls otherwise."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str, only_planning: bool = False) -> None:
+        self.calls = 0
+        self.fail_at = 0
+        self.active = False
+        original = getattr(owner, name)
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            if self.active and (not only_planning or is_planning()):
+                self.calls += 1
+                if self.calls == self.fail_at:
+                    raise MemoryError("injected")
+            return original(*args, **kwargs)
+
+        static = isinstance(vars(owner).get(name), classmethod)
+        patch.setattr(owner, name, staticmethod(replaced) if static else replaced)
+
+    def run(self, act: Operation, manager: KVCacheManager, seed: int, fail_at: int = 0) -> int:
+        """Run the operation with the ``fail_at``-th call failing (0: none); returns the calls seen."""
+        self.calls, self.fail_at, self.active = 0, fail_at, True
+        try:
+            act(manager, random.Random(seed))
+        except PagedKVError:
+            pass
+        finally:
+            self.active = False
+        return self.calls
+
+
+def walk_with_failures(injector: Injector, act: Operation, seed: int) -> int:
+    """A walk before each of whose operations ``act`` fails in every way; returns the failures injected."""
+    rng = random.Random(seed)
+    injected = 0
+
+    def fail_everywhere(manager: KVCacheManager) -> None:
+        nonlocal injected
+        if rng.random() < 0.7:
+            return
+        choice = rng.randrange(2**32)
+        for k in range(1, injector.run(act, copy.deepcopy(manager), choice) + 1):
+            before = snapshot(manager)
+            with pytest.raises(MemoryError, match="injected"):
+                injector.run(act, manager, choice, fail_at=k)
+            assert snapshot(manager) == before, f"call {k} failed and something changed"
+            injected += 1
+
+    random_walk(250, seed=seed, before_op=fail_everywhere)
+    return injected
+
+
+@pytest.mark.parametrize(
+    ("operation", "point"),
+    [
+        pytest.param(operation, point, id=f"{operation}-{point[1]}")
+        for operation, points in POINTS.items()
+        for point in points
+    ],
+)
+def test_a_failure_before_the_first_change_leaves_everything_as_it_was(
+    operation: str, point: Point, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation that fails while it plans has no effect, and the walk goes on in step with the model."""
+    injector = Injector(monkeypatch, *point)
+    assert sum(walk_with_failures(injector, OPERATIONS[operation], seed) for seed in (1, 2)) > 10
+
+
+@pytest.mark.parametrize("name", NUMPY)
+@pytest.mark.parametrize("operation", ["open", "append", "step", "fork", "can_admit"])
+def test_an_array_that_cannot_be_allocated_while_planning_leaves_everything_as_it_was(
+    operation: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for every numpy allocation of the planning steps."""
+    injector = Injector(monkeypatch, np, name, only_planning=True)
+    walk_with_failures(injector, OPERATIONS[operation], 3)
+
+
+# -- bugs that must show
+
+
+def blind_to_extra(*args: Any) -> Int32Array:
+    return np.zeros(args[3], np.int32)
+
+
+def mutate_copy_on_write(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCacheManager, "_tails_to_copy", lambda self, rows, lens: NO_BLOCKS)
+
+
+def mutate_namespaces(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(pagedkv.manager, "extra_ids", blind_to_extra)
+
+
+def mutate_release_order(patch: pytest.MonkeyPatch) -> None:
+    original = KVCacheManager._release
+    patch.setattr(KVCacheManager, "_release", lambda self, ids: original(self, ids[::-1]))
+
+
+def mutate_hit_protection(patch: pytest.MonkeyPatch) -> None:
+    original = LRUOrder.first
+    patch.setattr(LRUOrder, "first", lambda self, count, keep: original(self, count, NO_BLOCKS))
+
+
+def mutate_hit_limit(patch: pytest.MonkeyPatch) -> None:
+    original = KVCacheManager._match
+    patch.setattr(KVCacheManager, "_match", lambda self, p, extra, limit: original(self, p, extra, len(p)))
+
+
+def mutate_discard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LRUOrder, "discard", lambda self, ids: None)
+
+
+def mutate_sharing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCacheManager, "_share_full_blocks", lambda self, row: None)
+
+
+def mutate_watermark(patch: pytest.MonkeyPatch) -> None:
+    original = KVCacheManager._fits_now
+    patch.setattr(
+        KVCacheManager, "_fits_now", lambda self, hit, fresh, reserve: original(self, hit, fresh, False)
+    )
+
+
+def mutate_idle_hits(patch: pytest.MonkeyPatch) -> None:
+    original = KVCacheManager._fits_now
+    patch.setattr(
+        KVCacheManager, "_fits_now", lambda self, hit, fresh, reserve: original(self, hit[:0], fresh, reserve)
+    )
+
+
+def mutate_forgetting(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCacheManager, "_forget", lambda self, ids: None)
+
+
+def mutate_eviction_order(patch: pytest.MonkeyPatch) -> None:
+    original = LRUOrder.first
+    patch.setattr(
+        LRUOrder, "first", lambda self, count, keep: original(self, 10**6, keep)[::-1][: max(count, 0)]
+    )
+
+
+def mutate_copied_content(patch: pytest.MonkeyPatch) -> None:
+    original = KVCacheManager.take_copies
+
+    def reversed_copies(self: KVCacheManager) -> Any:
+        copies = original(self)
+        return copies._replace(src=copies.dst, dst=copies.src)
+
+    patch.setattr(KVCacheManager, "take_copies", reversed_copies)
+
+
+def mutate_written_tokens(patch: pytest.MonkeyPatch) -> None:
+    original = KVCacheManager._write_tokens
+    patch.setattr(
+        KVCacheManager,
+        "_write_tokens",
+        lambda self, row, start, new: original(self, row, start, np.zeros_like(new)),
+    )
+
+
+MUTATIONS = {name[7:]: act for name, act in list(globals().items()) if name.startswith("mutate_")}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_random_walk_finds_a_manager_with_this_bug(
+    mutation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A walk that could not fail would prove nothing: sizes and seed are those of walks that pass above."""
+    MUTATIONS[mutation](monkeypatch)
+    with pytest.raises((AssertionError, PagedKVError, KeyError)):
+        for size in ("default", "watermark", "one_token_vocabulary"):
+            random_walk(2_000, seed=1, **SIZES[size])
+
+
+class Unchained(dict[int, int]):
+    """Pending copies that never say that a source is itself still to be copied."""
+
+    def get(self, key: int, default: Any = None) -> Any:
+        return default
+
+
+def test_the_walk_with_late_copies_finds_a_copy_of_what_was_not_copied_yet() -> None:
+    """Without following a pending copy to its source, a fork of a fork reads an empty block."""
+    with pytest.raises(AssertionError):
+        for seed in range(10):
+            walk = LateCopies(seed)
+            walk.manager._copies = Unchained()
+            walk.run(500)
+
+
+@pytest.mark.parametrize("name", ["_drop_copies", "_hold_extra", "_drop_extra"])
+def test_the_other_walks_find_what_is_kept_too_long_or_not_at_all(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies into free blocks and users of extra keys are recounted after every operation."""
+    monkeypatch.setattr(KVCacheManager, name, lambda self, *args: None)
+    with pytest.raises((AssertionError, PagedKVError)):
+        for seed in range(4):
+            LateCopies(seed).run(500)
+            MediaWalk(seed).run(500)

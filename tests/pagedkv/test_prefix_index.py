@@ -1,0 +1,273 @@
+"""The prefix index: exact hits against a dict of whole prefixes, and work that grows with branches only."""
+
+import random
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from pagedkv.page_table import Int32Array
+from pagedkv.prefix_index import ROOT, PrefixIndex
+
+SIZE = 2
+
+Content = tuple[int, tuple[int, ...]]  # extra key and tokens of one block
+Path = tuple[Content, ...]
+
+
+def arrays(contents: list[Content]) -> tuple[Int32Array, Int32Array]:
+    tokens = np.array([c[1] for c in contents], np.int32).reshape(len(contents), SIZE)
+    return tokens, np.array([c[0] for c in contents], np.int32)
+
+
+def match(index: PrefixIndex, contents: list[Content], parent: int = ROOT) -> list[int]:
+    found: list[int] = index.match(*arrays(contents), parent).tolist()
+    return found
+
+
+def insert(index: PrefixIndex, blocks: list[int], contents: list[Content], parent: int = ROOT) -> None:
+    tokens, extra = arrays(contents)
+    ids = np.array(blocks, np.int32)
+    index.tokens[ids] = tokens
+    index.insert(ids, extra, parent)
+
+
+def remove(index: PrefixIndex, *blocks: int) -> None:
+    index.remove(np.array(blocks, np.int32))
+
+
+def chain(*firsts: int) -> list[Content]:
+    """Blocks (first, first + 1, ...) without an extra key."""
+    return [(0, tuple(range(first, first + SIZE))) for first in firsts]
+
+
+def tree(index: PrefixIndex) -> set[tuple[int, tuple[int, ...]]]:
+    return {(before, tuple(ids.tolist())) for before, ids in index.chains()}
+
+
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("what", ["token 0", "token 1", "extra key"])
+def test_changing_anything_stops_the_hit_right_there(at: int, what: str) -> None:
+    """One other token or extra key in block ``at``: the blocks before it hit, it and all after it do not."""
+    index = PrefixIndex(8, SIZE)
+    contents = chain(10, 20, 30, 40, 50)
+    insert(index, [3, 1, 4, 2, 5], contents)
+    assert match(index, contents) == [3, 1, 4, 2, 5]
+    extra, tokens = contents[at]
+    if what == "extra key":
+        contents[at] = (7, tokens)
+    else:
+        position = int(what[-1])
+        contents[at] = (extra, (*tokens[:position], tokens[position] + 1, *tokens[position + 1 :]))
+    assert match(index, contents) == [3, 1, 4, 2, 5][:at]
+
+
+def test_equal_content_under_another_parent_is_no_hit() -> None:
+    """A block counts only behind the block it was computed after."""
+    index = PrefixIndex(8, SIZE)
+    insert(index, [1, 2], chain(10, 20))
+    insert(index, [3, 4], chain(30, 40))
+    assert match(index, chain(20)) == []
+    assert match(index, chain(30, 20)) == [3]
+    assert match(index, chain(20), parent=3) == []
+    assert match(index, chain(20), parent=1) == [2]
+    assert match(index, chain(40), parent=3) == [4]
+
+
+def test_an_extra_key_that_nobody_uses_hits_nothing() -> None:
+    """Id -1, which stands for an unknown key, never equals an indexed one."""
+    index = PrefixIndex(4, SIZE)
+    insert(index, [1, 2], chain(10, 20))
+    assert match(index, [(-1, (10, 11))]) == []
+    assert match(index, [(0, (10, 11)), (-1, (20, 21))]) == [1]
+
+
+def test_an_empty_prompt_and_an_empty_index_hit_nothing() -> None:
+    """No blocks to look up, or none to find: an empty int32 array."""
+    index = PrefixIndex(4, SIZE)
+    assert match(index, chain(1)) == match(index, []) == []
+    found = index.match(*arrays([]))
+    assert found.dtype == np.int32 and found.shape == (0,)
+
+
+def test_a_run_parts_where_a_branch_leaves_it_and_grows_at_its_end() -> None:
+    """A suffix extends the run; a branch in the middle splits it; both branches keep hitting."""
+    index = PrefixIndex(9, SIZE)
+    insert(index, [1, 2], chain(10, 20))
+    insert(index, [3], chain(30), parent=2)
+    assert tree(index) == {(ROOT, (1, 2, 3))}
+    insert(index, [4, 5], chain(25, 35), parent=1)
+    assert tree(index) == {(ROOT, (1,)), (1, (2, 3)), (1, (4, 5))}
+    insert(index, [6], chain(45), parent=5)
+    assert match(index, chain(10, 25, 35, 45)) == [1, 4, 5, 6]
+    assert match(index, chain(10, 20, 30, 45)) == [1, 2, 3]
+    assert len(index) == 6
+
+
+def test_a_branch_before_the_first_block_of_a_run_is_a_new_run() -> None:
+    """Two prompts that differ at once share nothing."""
+    index = PrefixIndex(4, SIZE)
+    insert(index, [1], chain(10))
+    insert(index, [2], chain(20))
+    assert tree(index) == {(ROOT, (1,)), (ROOT, (2,))}
+
+
+def test_parting_a_run_keeps_its_children() -> None:
+    """The tail of a split run still leads to what hung under it."""
+    index = PrefixIndex(9, SIZE)
+    insert(index, [1, 2, 3], chain(10, 20, 30))
+    insert(index, [4], chain(40), parent=3)
+    insert(index, [5], chain(50), parent=2)  # parts before 3
+    insert(index, [6], chain(60), parent=1)  # parts before 2
+    insert(index, [7], chain(70), parent=3)  # 3 and 4 part
+    assert match(index, chain(10, 20, 30, 40)) == [1, 2, 3, 4]
+    assert match(index, chain(10, 20, 50)) == [1, 2, 5]
+    assert match(index, chain(10, 60)) == [1, 6]
+    assert match(index, chain(10, 20, 30, 70)) == [1, 2, 3, 7]
+
+
+def test_eviction_from_the_tail_shortens_the_hit_block_by_block() -> None:
+    """Removed blocks no longer hit, their parents still do, and their ids can be indexed again."""
+    index = PrefixIndex(4, SIZE)
+    contents = chain(10, 20, 30, 40)
+    insert(index, [1, 2, 3, 4], contents)
+    for left in (3, 2, 1, 0):
+        remove(index, left + 1)
+        assert match(index, contents) == [1, 2, 3, 4][:left]
+        assert len(index) == left
+    insert(index, [4, 2], chain(30, 10))
+    assert match(index, chain(30, 10)) == [4, 2]
+    assert match(index, contents) == []
+
+
+def test_an_evicted_tail_can_grow_again_with_other_content() -> None:
+    """A run cut in its middle goes on with new blocks, and forgets the old ones."""
+    index = PrefixIndex(5, SIZE)
+    insert(index, [1, 2, 3], chain(10, 20, 30))
+    remove(index, 3, 2)
+    insert(index, [2, 5, 3], chain(21, 31, 41), parent=1)
+    assert match(index, chain(10, 21, 31, 41)) == [1, 2, 5, 3]
+    assert match(index, chain(10, 20)) == [1]
+
+
+def test_one_call_evicts_from_several_branches() -> None:
+    """Children go with their parents in one call, and an emptied index has no run left."""
+    index = PrefixIndex(7, SIZE)
+    insert(index, [1, 2, 3], chain(10, 20, 30))
+    insert(index, [4, 5], chain(40, 50), parent=1)
+    insert(index, [6], chain(60))
+    remove(index, 5, 3, 2, 4, 6, 1)
+    assert (len(index), tree(index), index._children) == (0, set(), {})
+    assert not index.indexed.any()
+
+
+@pytest.mark.parametrize("depth", [1, 63, 64, 65, 3_000])
+def test_a_deep_chain_inserted_block_by_block_hits_whole(depth: int) -> None:
+    """Growing one block at a time, as decoding does, gives the same hit as one insertion."""
+    index = PrefixIndex(depth, SIZE)
+    contents = chain(*range(depth))
+    for i in range(depth):
+        insert(index, [i + 1], contents[i : i + 1], parent=i)
+    assert match(index, contents) == list(range(1, depth + 1))
+    assert len(tree(index)) == 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_operations_agree_with_a_dict_of_whole_prefixes(seed: int) -> None:
+    """Insertions, hits behind any parent and evictions of any leaves follow a plain model."""
+    rng = random.Random(seed)
+    num_blocks, vocabulary = rng.choice([(3, 2), (12, 2), (40, 2), (40, 3)])
+    index = PrefixIndex(num_blocks, SIZE)
+    model: dict[Path, int] = {}
+    free = list(range(1, num_blocks + 1))
+
+    def random_contents() -> list[Content]:
+        return [
+            (rng.choice([0, 0, 0, 5]), tuple(rng.randrange(vocabulary) for _ in range(SIZE)))
+            for _ in range(rng.randint(0, 8))
+        ]
+
+    def expected(start: Path, contents: list[Content]) -> list[int]:
+        hit: list[int] = []
+        while len(hit) < len(contents) and (*start, *contents[: len(hit) + 1]) in model:
+            hit.append(model[(*start, *contents[: len(hit) + 1])])
+        return hit
+
+    for _ in range(300):
+        start = rng.choice([(), *model])
+        parent = model.get(start, ROOT)
+        contents = random_contents()
+        hit = match(index, contents, parent)
+        assert hit == expected(start, contents)
+        if rng.random() < 0.6:
+            new = contents[len(hit) : len(hit) + len(free)]
+            blocks = [free.pop(rng.randrange(len(free))) for _ in new]
+            if blocks:
+                insert(index, blocks, new, hit[-1] if hit else parent)
+            for i, block in enumerate(blocks):
+                model[(*start, *contents[: len(hit) + i + 1])] = block
+        else:
+            gone: list[int] = []
+            for _ in range(rng.randint(0, len(model))):
+                parents = {path[:-1] for path in model}
+                leaf = rng.choice([path for path in model if path not in parents])
+                gone.append(model.pop(leaf))
+            if gone:
+                remove(index, *gone)
+            free += gone
+        assert len(index) == len(model)
+        assert np.flatnonzero(index.indexed).tolist() == sorted(model.values())
+        if rng.random() < 0.2:
+            for path, block in model.items():
+                assert match(index, list(path))[-1] == block
+
+
+class CountingDict(dict[Any, Any]):
+    """Counts lookups."""
+
+    lookups = 0
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.lookups += 1
+        return super().get(key, default)
+
+
+class CountingArray(np.ndarray[Any, Any]):
+    """Counts how many blocks' contents are picked as an array, and how often."""
+
+    picks = 0
+    rows = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, np.ndarray):
+            CountingArray.picks += 1
+            CountingArray.rows += len(key)
+        return np.asarray(super().__getitem__(key))
+
+
+@pytest.mark.parametrize("num_branches", [0, 1, 5, 20])
+@pytest.mark.parametrize("length", [100, 1_000, 10_000])
+def test_a_hit_costs_one_lookup_and_one_comparison_per_branch(length: int, num_branches: int) -> None:
+    """However long the prompt: lookups and array comparisons count the branches on its way."""
+    index = PrefixIndex(length + num_branches, SIZE)
+    contents = chain(*range(length))
+    insert(index, list(range(1, length + 1)), contents)
+    for i in range(num_branches):  # a branch leaves the chain at evenly spaced places
+        insert(index, [length + 1 + i], chain(-9), parent=(i + 1) * length // (num_branches + 1))
+    counted = CountingDict(index._children)
+    index._children = counted
+    index.tokens = cast("Int32Array", index.tokens.view(CountingArray))
+    CountingArray.picks = CountingArray.rows = 0
+    assert len(match(index, contents)) == length
+    assert counted.lookups == CountingArray.picks == num_branches + 1
+    assert CountingArray.rows == length
+
+
+@pytest.mark.parametrize("length", [100, 10_000])
+def test_a_long_suffix_is_one_entry_of_the_hash_table(length: int) -> None:
+    """Inserting any number of blocks adds one key per run."""
+    index = PrefixIndex(2 * length, SIZE)
+    insert(index, list(range(1, length + 1)), chain(*range(length)))
+    assert len(index._children) == 1
+    insert(index, list(range(length + 1, 2 * length + 1)), chain(*range(5, length + 5)), parent=length // 2)
+    assert len(index._children) == 3
