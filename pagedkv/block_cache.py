@@ -55,7 +55,7 @@ class BlockCache:
         self.order.make_room(len(ids))
         cached = self.pool.release(ids, self.index.indexed[ids])
         self.order.push(cached)
-        if self._copies:
+        if self._copies:  # asked here too, to spare the gather in the common case
             self._drop_copies(ids[self.pool.state[ids] == FREE])
 
     def share(self, ids: Int32Array, tokens: Int32Array, extra: Int32Array, parent: int) -> Int32Array:
@@ -132,5 +132,6 @@ class BlockCache:
 
     def _drop_copies(self, ids: Int32Array) -> None:
         """Forget pending copies into blocks that no longer have content."""
-        for block in ids.tolist():
-            self._copies.pop(block, None)
+        if self._copies:
+            for block in ids.tolist():
+                self._copies.pop(block, None)

@@ -73,7 +73,11 @@ def as_token_array(tokens: Any) -> Int32Array:
         return np.zeros(0, np.int32)
     if array.dtype.kind not in "iu":
         raise PagedKVError(f"tokens must be integers, got {array.dtype}")
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or high > MAX_TOKEN_ID:
-        raise PagedKVError(f"token ids must be in 0..{MAX_TOKEN_ID}, got {low if low < 0 else high}")
+    if array.dtype == np.int32:
+        wrong = int(array.min())  # one pass suffices: nothing in int32 is too large
+    else:
+        low, high = int(array.min()), int(array.max())
+        wrong = low if low < 0 else high
+    if not 0 <= wrong <= MAX_TOKEN_ID:
+        raise PagedKVError(f"token ids must be in 0..{MAX_TOKEN_ID}, got {wrong}")
     return array.astype(np.int32, copy=False)

@@ -75,7 +75,7 @@ class LRUOrder:
             parts.append(found)
             count -= len(found)
             start, width = stop, 2 * width
-        return np.concatenate(parts) if parts else self._log[:0]
+        return parts[0] if len(parts) == 1 else np.concatenate([self._log[:0], *parts])
 
     def _compact(self) -> None:
         """Move the valid entries to the front; at most num_blocks of them, so half the log is free again."""

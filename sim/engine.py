@@ -140,7 +140,8 @@ class Engine:
         budget -= sum(self._left_to_prefill(i) for i in self._prefilling)
         while self._waiting and budget > 0 and len(self._admitted) < self.config.max_batch:
             request = self._waiting[0]
-            opened = self.manager.open(request, self._known_tokens(request))
+            known = int(self.trace.input_len[request] + self._generated[request])
+            opened = self.manager.open(request, self._tokens(request, 0, known))
             if opened is None:
                 return
             self._waiting.popleft()
@@ -150,13 +151,15 @@ class Engine:
             budget -= self._left_to_prefill(request)
             self._note_peak()
 
-    def _known_tokens(self, request: int) -> Int32Array:
-        """Prompt, and what was generated before a preemption."""
-        tokens = self.trace.tokens(request)
-        generated = int(self._generated[request])
-        if generated:
-            tokens = np.concatenate([tokens, self.trace.output_tokens(request)[:generated]])
-        return tokens
+    def _tokens(self, request: int, start: int, stop: int) -> Int32Array:
+        """Tokens at positions ``start .. stop - 1`` of a request: its prompt, then its output."""
+        num_prompt = int(self.trace.input_len[request])
+        parts = []
+        if start < num_prompt:
+            parts.append(self.trace.tokens(request)[start:stop])
+        if stop > num_prompt:
+            parts.append(self.trace.output_tokens(request)[max(0, start - num_prompt) : stop - num_prompt])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _left_to_prefill(self, request: int) -> int:
         return int(self.trace.input_len[request] + self._generated[request] - self._computed[request])
@@ -311,7 +314,7 @@ class Engine:
         """Commit what is computed and not committed yet."""
         start, stop = self.manager.num_committed(request), int(self._computed[request])
         if self.manager.prefix_caching and start < stop:
-            self.manager.commit(request, self._known_tokens(request)[start:stop])
+            self.manager.commit(request, self._tokens(request, start, stop))
 
     def _finish(self, request: int) -> None:
         self.manager.close(request)

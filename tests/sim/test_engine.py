@@ -444,12 +444,12 @@ def test_steps_follow_one_another_without_overlap(seed: int) -> None:
     assert_close(end, records.finish_s.max())
 
 
-@pytest.mark.parametrize("seed", range(0, 400, 10))
-def test_the_timeline_is_in_order_and_has_one_row_a_moment(seed: int) -> None:
+def test_the_timeline_is_in_order_and_has_one_row_a_moment() -> None:
     """Times strictly increase: a moment is not reported twice."""
-    times = [s.time_s for s in random_case(seed).engine().run().samples]
-    assert len(times) == len(set(times))
-    assert times == sorted(times)
+    for seed in range(0, 400, 10):
+        times = [s.time_s for s in random_case(seed).engine().run().samples]
+        assert times == sorted(times)
+        assert len(times) == len(set(times)), f"seed {seed} ends {times[-3:]}"
 
 
 @pytest.mark.parametrize("seed", range(0, 400, 4))
@@ -623,7 +623,13 @@ def test_ten_times_the_tokens_take_no_more_iterations(spec: KVCacheSpec) -> None
     outputs = [30, 45, 60, 75, 90]
     advances = []
     for factor in (1, 10, 100):
-        case = lengths_case([20] * 5, [n * factor for n in outputs], num_blocks=20_000, spec=spec)
+        case = lengths_case(
+            [20] * 5,
+            [n * factor for n in outputs],
+            num_blocks=20_000,
+            config=EngineConfig(interval_s=1e12),
+            spec=spec,
+        )
         engine = case.engine()
         records = engine.run()
         assert sum(s.num_steps for s in records.steps) == 90 * factor

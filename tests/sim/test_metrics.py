@@ -1,0 +1,208 @@
+"""Latency and cache figures, against naive sums and worked examples."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedkv.manager import KVCacheManager
+from pagedkv.sim.engine import Engine, EngineConfig
+from pagedkv.sim.metrics import FORMULAS, PERCENTILES, BlockUse, Distribution, Summary, bytes_of, summarize
+from pagedkv.sim.records import Records, Sample, Steps
+from pagedkv.sim.step_time import StepTimeModel
+from pagedkv.sim.trace import Trace
+from pagedkv.spec import KVCacheSpec
+
+SPEC = KVCacheSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4)
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """The smallest value that at least ``percent`` percent of all do not exceed, by counting."""
+    return min(v for v in values if 100 * sum(w <= v for w in values) >= percent * len(values))
+
+
+class TestDistribution:
+    @settings(max_examples=150, deadline=None)
+    @given(
+        pairs=st.lists(
+            st.tuples(st.floats(0, 1e3, allow_subnormal=False), st.integers(0, 6)), min_size=1, max_size=25
+        )
+    )
+    def test_weights_mean_repetition(self, pairs: list[tuple[float, int]]) -> None:
+        """Every figure is that of the list written out in full, weights of zero included."""
+        values, weights = np.array([v for v, _ in pairs]), np.array([w for _, w in pairs], np.int64)
+        everything = [value for value, weight in pairs for _ in range(weight)]
+        got = Distribution.of(values, weights)
+        assert got.count == len(everything)
+        if not everything:
+            assert got == Distribution(0, None, None, None, None, None)
+            return
+        assert got.mean == pytest.approx(math.fsum(everything) / len(everything), rel=1e-12, abs=1e-300)
+        for percent in PERCENTILES:
+            assert getattr(got, f"p{percent}") == percentile(everything, percent)
+
+    def test_one_to_a_hundred_has_its_own_ranks(self) -> None:
+        """The p-th percentile of 1..100 is p, in any order."""
+        values = np.random.default_rng(1).permutation(np.arange(1.0, 101.0))
+        assert Distribution.of(values) == Distribution(100, 50.5, 50.0, 90.0, 95.0, 99.0)
+
+    def test_a_single_value_is_every_percentile(self) -> None:
+        """Also with a weight of a billion."""
+        got = Distribution.of(np.array([0.25]), np.array([10**9]))
+        assert (got.count, got.mean, got.p50, got.p99) == (10**9, 0.25, 0.25, 0.25)
+
+    def test_no_value_has_no_figures(self) -> None:
+        """None, not zero and not NaN."""
+        assert Distribution.of(np.empty(0)) == Distribution(0, None, None, None, None, None)
+
+    def test_the_percentiles_are_those_of_the_fields(self) -> None:
+        """p50, p90, p95 and p99, in this order."""
+        names = [f.name for f in dataclasses.fields(Distribution)]
+        assert names == ["count", "mean", *(f"p{p}" for p in PERCENTILES)]
+
+
+def steps(num_steps: int, first_s: float, growth_s: float, num_decoding: int) -> Steps:
+    return Steps(0.0, num_steps, first_s, growth_s, num_decoding, 0, 0, 0)
+
+
+class TestGaps:
+    def test_a_jump_is_one_gap_per_step_and_sequence(self) -> None:
+        """Three steps of two sequences, a prefill without gaps, and one gap over a preemption."""
+        records = Records(3)
+        records.steps = [steps(3, 1.0, 0.5, 2), steps(1, 9.0, 0.0, 0), steps(1, 4.0, 0.0, 1)]
+        records.resume_gaps_s = [7.0]
+        seconds, counts = records.gaps()
+        assert sorted(zip(seconds.tolist(), counts.tolist(), strict=True)) == [
+            (1.0, 2),
+            (1.5, 2),
+            (2.0, 2),
+            (4.0, 1),
+            (7.0, 1),
+        ]
+
+    def test_no_steps_have_no_gaps(self) -> None:
+        """Empty arrays, and a distribution without figures."""
+        assert Distribution.of(*Records(1).gaps()).count == 0
+
+
+def sample(time_s: float, active: int, cached: int, used: int) -> Sample:
+    return Sample(time_s, 1, 0, 20 - active - cached, cached, active, used, None)
+
+
+def summary_of(trace: Trace, records: Records, num_blocks: int = 20) -> Summary:
+    return summarize(trace, records, KVCacheManager(num_blocks, 4).stats())
+
+
+class TestSummary:
+    TRACE = Trace.from_lengths([0.0, 1.0, 2.0], [10, 20, 30], [5, 1, 3])
+
+    def records(self) -> Records:
+        records = Records(3)
+        records.first_token_s = np.array([2.0, 5.0, 3.0])
+        records.finish_s = np.array([10.0, 5.0, 4.0])
+        records.samples = [sample(1.0, 4, 0, 14), sample(3.0, 10, 2, 40), sample(4.0, 0, 12, 0)]
+        records.peak_active_blocks = 11
+        records.steps = [steps(4, 2.0, 0.0, 1), steps(2, 0.5, 0.0, 1)]
+        return records
+
+    def test_times_count_from_arrival_and_tpot_leaves_out_single_tokens(self) -> None:
+        """TTFT 2, 4, 1; E2E 10, 4, 2; TPOT 8 / 4 and 1 / 2."""
+        summary = summary_of(self.TRACE, self.records())
+        assert (summary.ttft.count, summary.ttft.mean, summary.ttft.p50) == (3, 7 / 3, 2.0)
+        assert (summary.e2e.count, summary.e2e.mean, summary.e2e.p99) == (3, 16 / 3, 10.0)
+        assert (summary.tpot.count, summary.tpot.mean) == (2, (2.0 + 0.5) / 2)
+        assert (summary.tpot.p50, summary.tpot.p90) == (0.5, 2.0)
+        assert (summary.itl.count, summary.itl.mean) == (6, 9.0 / 6)
+
+    def test_totals_and_throughput_are_over_the_whole_run(self) -> None:
+        """9 output tokens in 10 s, from time 0 to the last token."""
+        summary = summary_of(self.TRACE, self.records())
+        assert (summary.requests, summary.input_tokens, summary.output_tokens) == (3, 60, 9)
+        assert (summary.makespan_s, summary.output_tokens_per_s) == (10.0, 0.9)
+        assert (summary.steps, summary.preemptions) == (6, 0)
+
+    def test_block_use_weighs_each_sample_with_the_span_to_the_next(self) -> None:
+        """4 blocks for 2 s and 10 for 1 s; the last sample has no span."""
+        use = summary_of(self.TRACE, self.records()).use
+        assert use.mean_active_blocks == pytest.approx((4 * 2 + 10 * 1) / 3)
+        assert use.mean_cached_blocks == pytest.approx((0 * 2 + 2 * 1) / 3)
+        assert use.mean_used_slots == pytest.approx((14 * 2 + 40 * 1) / 3)
+        assert use.mean_fragmentation == pytest.approx(1 - (28 + 40) / ((8 + 10) * 4))
+        assert (use.peak_active_blocks, use.peak_used_slots) == (11, 40)
+
+    def test_only_single_tokens_have_no_tpot_and_no_itl(self) -> None:
+        """None throughout, and nothing warns."""
+        records = self.records()
+        records.steps = []
+        summary = summary_of(Trace.from_lengths([0.0] * 3, [1] * 3, [1] * 3), records)
+        assert summary.tpot == summary.itl == Distribution(0, None, None, None, None, None)
+
+    def test_a_single_sample_is_its_own_mean(self) -> None:
+        """No span to weigh with."""
+        records = self.records()
+        records.samples = [sample(1.0, 4, 3, 14)]
+        use = summary_of(self.TRACE, records).use
+        assert (use.mean_active_blocks, use.mean_cached_blocks, use.mean_used_slots) == (4, 3, 14)
+        assert use.mean_fragmentation == pytest.approx(1 - 14 / 16)
+
+    def test_an_idle_pool_has_no_fragmentation(self) -> None:
+        """Zero slots are no division by zero."""
+        records = self.records()
+        records.samples = [sample(1.0, 0, 0, 0), sample(2.0, 0, 0, 0)]
+        assert summary_of(self.TRACE, records).use.mean_fragmentation == 0.0
+
+    def test_every_latency_has_a_formula(self) -> None:
+        """The names in FORMULAS are the distributions of a summary."""
+        fields = [f.name for f in dataclasses.fields(Summary) if f.type == "Distribution"]
+        assert fields == list(FORMULAS)
+
+
+class TestATinyRun:
+    """One request of 5 + 4 tokens, blocks of 4, one second per step, a sample at every step."""
+
+    def run(self) -> tuple[Summary, Records]:
+        trace = Trace.from_lengths([0.5], [5], [4])
+        model = StepTimeModel.from_rates(weight_bytes=1.0, bandwidth=1.0)
+        manager = KVCacheManager(10, 4, max_seqs=1)
+        records = Engine(trace, manager, model, EngineConfig(1, 8, interval_s=0.25)).run()
+        return summarize(trace, records, manager.stats()), records
+
+    def test_latencies_are_one_second_per_token(self) -> None:
+        """Prefill ends at 1.5; three more tokens end at 4.5."""
+        summary, _ = self.run()
+        assert (summary.ttft.mean, summary.e2e.mean, summary.makespan_s) == (1.0, 4.0, 4.5)
+        assert (summary.tpot.mean, summary.itl.mean, summary.itl.count) == (1.0, 1.0, 3)
+        assert summary.output_tokens_per_s == 4 / 4.5
+
+    def test_blocks_are_those_that_the_tokens_fill(self) -> None:
+        """5, 6, 7 slots in two blocks, then nothing: the eighth token is taken and given up in one step."""
+        _, records = self.run()
+        seen = {s.time_s: (s.active_blocks, s.used_slots) for s in records.samples}
+        assert seen == {0.5: (0, 0), 1.5: (2, 5), 2.5: (2, 6), 3.5: (2, 7), 4.5: (0, 0)}
+
+    def test_means_are_over_time(self) -> None:
+        """0 for the first second, 2 blocks for the other three; 5 + 6 + 7 slots of 24."""
+        use = self.run()[0].use
+        assert use.mean_active_blocks == pytest.approx(6 / 4)
+        assert use.mean_used_slots == pytest.approx(18 / 4)
+        assert use.mean_fragmentation == pytest.approx(1 - 18 / 24)
+        assert use.peak_active_blocks == 2
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "fp32"])
+def test_bytes_are_blocks_and_slots_times_their_size(dtype: str) -> None:
+    """Blocks by bytes per block, slots by bytes per token, scales of int8 included."""
+    spec = dataclasses.replace(SPEC, dtype=dtype)
+    token = {"bf16": 2 * 2 * 8 * 2, "int8": 2 * (2 * 8 + 2 * 4), "fp32": 2 * 2 * 8 * 4}[dtype]
+    use = BlockUse(7, 3.5, 25, 12.25, 1.5, 0.1)
+    assert bytes_of(use, spec, num_blocks=10) == {
+        "reserved": 10 * 4 * token,
+        "peak_active": 7 * 4 * token,
+        "mean_active": 3.5 * 4 * token,
+        "peak_used": 25 * token,
+        "mean_used": 12.25 * token,
+        "mean_cached": 1.5 * 4 * token,
+    }
