@@ -189,7 +189,7 @@ def run_chunk(model: TinyLlama, cache: PagedKVCache, seq_id: Hashable, tokens: S
     The prefill of a prompt, and also the check of drafts: ``append`` them, run them, ``truncate`` what is
     rejected, ``commit`` what is accepted.
     """
-    stop = cache.manager.tables.num_tokens(seq_id)
+    stop = cache.num_tokens(seq_id)
     start = stop - len(tokens)
     slots = cache.slots(seq_id, start)
 
@@ -220,9 +220,8 @@ def decode_step(
             q, kv.k, kv.v, batch.block_tables, batch.seq_lens, k_scale=kv.k_scale, v_scale=kv.v_scale
         )
 
-    logits = model.forward(tokens, batch.seq_lens.long() - 1, attend)
-    for seq_id, token in zip(seq_ids, tokens, strict=True):
-        cache.commit(seq_id, [token])
+    logits = model.forward(tokens, batch.positions, attend)
+    cache.commit_step(seq_ids, tokens)
     return logits
 
 

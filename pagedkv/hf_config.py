@@ -9,15 +9,15 @@ as long as ``max_position_embeddings`` is no window: no context the model accept
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from pagedkv.errors import SpecError
-from pagedkv.spec import KVCacheSpec, LayerSpec
+from pagedkv.hf_fields import HFConfig, read_json
+from pagedkv.layer_spec import LayerSpec
 
 Layers = tuple[LayerSpec, ...]
 
@@ -36,100 +36,8 @@ _CACHE_FIELDS: Final = (
     "use_sliding_window",
 )
 _DTYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_MAX_LAYERS: Final = 10_000
 _FULL: Final = "full_attention"
 _SLIDING: Final = "sliding_attention"
-
-
-@dataclass(frozen=True)
-class HFConfig:
-    """The text part of a ``config.json`` whose ``model_type`` is known. Reads fields and refuses bad values.
-
-    A field is looked up under its common name first, then under the family's own (``n_layer`` of GPT-2).
-
-    >>> config = HFConfig.load({"model_type": "gpt2", "n_layer": 12})
-    >>> config.integer("num_hidden_layers")
-    12
-    >>> config.integer("n_ctx")
-    Traceback (most recent call last):
-    pagedkv.errors.SpecError: gpt2 config: n_ctx is missing; supported: an integer of at least 1
-    """
-
-    model_type: str
-    values: Mapping[str, object]
-
-    @classmethod
-    def load(cls, source: str | Path | Mapping[str, object]) -> HFConfig:
-        """Read a file, a folder that holds ``config.json``, or a dict.
-
-        Raises:
-            SpecError: it cannot be read, is no JSON object, or its ``model_type`` is not supported.
-        """
-        values = source if isinstance(source, Mapping) else _read_json(Path(source))
-        values = _text_part(values)
-        model_type = values.get("model_type")
-        if not isinstance(model_type, str) or model_type not in _FAMILIES:
-            raise SpecError(f"model_type is {model_type!r}; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
-        return cls(model_type, values)
-
-    def _key(self, name: str) -> str:
-        alias = _FAMILIES[self.model_type].aliases.get(name, name)
-        return alias if name not in self.values and alias in self.values else name
-
-    def get(self, name: str) -> object:
-        """The value of a field; when it is absent or null, the family's default, or None."""
-        value = self.values.get(self._key(name))
-        return _FAMILIES[self.model_type].defaults.get(name) if value is None else value
-
-    def has(self, name: str) -> bool:
-        """Whether the field is there, be it null."""
-        return self._key(name) in self.values
-
-    def error(self, name: str, supported: str) -> SpecError:
-        """The error that names this field, its value and what is supported."""
-        alias = _FAMILIES[self.model_type].aliases.get(name)
-        label = f"{name} ({alias})" if alias else name
-        state = f"is {self.get(name)!r}" if self.has(name) else "is missing"
-        return SpecError(f"{self.model_type} config: {label} {state}; supported: {supported}")
-
-    def integer(self, name: str, default: int | None = None, minimum: int = 1) -> int:
-        """An integer field of at least ``minimum``; ``default`` when it is absent or null.
-
-        Raises:
-            SpecError: it is no such integer, or is missing and has no default.
-        """
-        value = self.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(name, f"an integer of at least {minimum}")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        """A true or false field; ``default`` when it is absent or null.
-
-        Raises:
-            SpecError: it is neither.
-        """
-        value = self.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(name, "true or false")
-        return value
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        value = self.integer("num_hidden_layers")
-        if value > _MAX_LAYERS:
-            raise self.error("num_hidden_layers", f"at most {_MAX_LAYERS}")
-        return value
-
-    @property
-    def num_q_heads(self) -> int:
-        """Query heads per layer."""
-        return self.integer("num_attention_heads")
 
 
 class _Family(NamedTuple):
@@ -137,20 +45,6 @@ class _Family(NamedTuple):
     reads: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = MappingProxyType({})
     defaults: Mapping[str, int] = MappingProxyType({})
-
-
-def _read_json(path: Path) -> Mapping[str, object]:
-    try:
-        file = path / "config.json" if path.is_dir() else path
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise SpecError(f"cannot read {path}: {reason}; expected a config.json or its folder") from None
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise SpecError(f"{path} holds a JSON {type(values).__name__}; expected an object")
-    return values
 
 
 def _text_part(values: Mapping[str, object]) -> Mapping[str, object]:
@@ -388,13 +282,27 @@ def _check_cache_fields(config: HFConfig) -> None:
         raise config.error("cache_implementation", "'hybrid' or null")
 
 
+def load_config(source: str | Path | Mapping[str, object]) -> HFConfig:
+    """Read a file, a folder that holds ``config.json``, or a dict.
+
+    Raises:
+        SpecError: it cannot be read, is no JSON object, or its ``model_type`` is not supported.
+    """
+    values = _text_part(source if isinstance(source, Mapping) else read_json(Path(source)))
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
+        raise SpecError(f"model_type is {model_type!r}; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
+    family = _FAMILIES[model_type]
+    return HFConfig(model_type, values, family.aliases, family.defaults)
+
+
 def read_layers(config: HFConfig) -> Layers:
     """What each decoder layer stores, in model order; multi-token-prediction layers are left out. O(layers).
 
     Raises:
         SpecError: the config does not say exactly what is cached; the field, its value and what is supported.
 
-    >>> config = HFConfig.load({"model_type": "deepseek_v3", "num_hidden_layers": 61, "kv_lora_rank": 512,
+    >>> config = load_config({"model_type": "deepseek_v3", "num_hidden_layers": 61, "kv_lora_rank": 512,
     ...                         "qk_rope_head_dim": 64})
     >>> len(read_layers(config)), read_layers(config)[0].bytes_per_token("bf16")
     (61, 1152)
@@ -403,7 +311,12 @@ def read_layers(config: HFConfig) -> Layers:
     return _FAMILIES[config.model_type].read(config)
 
 
-def _read_dtype(config: HFConfig) -> str:
+def read_dtype(config: HFConfig) -> str:
+    """Dtype that the config gives the cache: its ``torch_dtype``, which is what engines use by default.
+
+    Raises:
+        SpecError: it names none, or quantizes the cache in a way of its own.
+    """
     quantization = config.get("quantization_config")
     if isinstance(quantization, Mapping) and quantization.get("kv_cache_scheme") is not None:
         raise config.error("quantization_config", "no kv_cache_scheme, or pass the dtype of the cache")
@@ -412,21 +325,3 @@ def _read_dtype(config: HFConfig) -> str:
     if dtype is None:
         raise config.error(name, f"{', '.join(_DTYPES)}, or pass the dtype of the cache")
     return dtype
-
-
-def read_spec(
-    source: str | Path | Mapping[str, object], *, dtype: str | None = None, block_size: int = 16
-) -> KVCacheSpec:
-    """The cache of a model from its ``config.json``: a file, its folder, or a dict. O(layers).
-
-    ``dtype`` is the cache's; None takes the config's ``torch_dtype``, which is what engines do by default.
-
-    Raises:
-        SpecError: the file cannot be read, or the config does not say exactly what is cached.
-
-    >>> config = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768}
-    >>> read_spec(config, dtype="fp16").bytes_per_token
-    36864
-    """
-    config = HFConfig.load(source)
-    return KVCacheSpec(read_layers(config), _read_dtype(config) if dtype is None else dtype, block_size)

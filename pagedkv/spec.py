@@ -1,17 +1,10 @@
-"""How many bytes a KV cache takes, exactly.
+"""How many bytes a KV cache takes, exactly: its layers, the dtype of its elements, the size of its blocks.
 
-A cache is described layer by layer, and every byte count follows from that description::
-
-    full, sliding layer  num_kv_heads x (head_dim + v_head_dim) elements per token (+ 2 x num_kv_heads scales)
-    latent layer (MLA)   head_dim = kv_lora_rank + rope_dim elements per token (+ 1 scale)
-
-Scales exist for int8 only: one fp32 per token and kv head for K and one for V. All sizes are in bytes, all
-contexts and windows in tokens. Nothing here needs torch or numpy.
+All sizes are in bytes, all contexts and windows in tokens. Nothing here needs torch or numpy.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,117 +12,12 @@ from pathlib import Path
 from typing import Final, SupportsIndex
 
 from pagedkv.errors import SpecError
+from pagedkv.hf_config import load_config, read_dtype, read_layers
+from pagedkv.layer_spec import ELEMENT_BYTES, LayerSpec, whole_number
 
-ELEMENT_BYTES: Final[Mapping[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8-e4m3": 1}
-SCALE_BYTES: Final[Mapping[str, int]] = {"fp32": 0, "bf16": 0, "fp16": 0, "int8": 4, "fp8-e4m3": 0}
+__all__ = ["ELEMENT_BYTES", "KVCacheSpec", "LayerSpec"]
+
 NUM_RESERVED_BLOCKS: Final = 1
-
-
-def _integer(name: str, value: SupportsIndex, minimum: int) -> int:
-    # numpy integers become Python ones, which cannot overflow; True is a mistake, not 1
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None:
-        raise SpecError(f"{name} must be an integer, got {value!r}")
-    if number < minimum:
-        raise SpecError(f"{name} must be at least {minimum}, got {number}")
-    return number
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """What one layer stores for one token. Layers that store the same compare and hash equal.
-
-    Args:
-        num_kv_heads: K and V heads of this layer.
-        head_dim: elements of one K head. For a latent layer: of the whole latent vector.
-        v_head_dim: elements of one V head; ``head_dim`` when not given, ``latent_rank`` for a latent layer.
-            Filled in when the layer is made, so ``dataclasses.replace`` keeps it when ``head_dim`` changes.
-        window: tokens a sliding-window layer reads, the token of this step included. None: all of them.
-        latent_rank: multi-head latent attention. One vector per token is stored once; its first
-            ``latent_rank`` elements serve as the values, so no V is stored.
-
-    Raises:
-        SpecError: a number is not a positive integer, or the latent geometry is impossible.
-
-    >>> LayerSpec(num_kv_heads=8, head_dim=128).bytes_per_token("bf16")
-    4096
-    >>> LayerSpec(8, 128) == LayerSpec(8, 128, v_head_dim=128)
-    True
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int | None = None
-    window: int | None = None
-    latent_rank: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the numbers, and fill in ``v_head_dim``."""
-        for name in ("num_kv_heads", "head_dim", "v_head_dim", "window", "latent_rank"):
-            value = getattr(self, name)
-            if value is not None or name in ("num_kv_heads", "head_dim"):
-                object.__setattr__(self, name, _integer(name, value, 1))
-        if self.latent_rank is not None:
-            self._check_latent(self.latent_rank)
-        if self.v_head_dim is None:
-            object.__setattr__(self, "v_head_dim", self.latent_rank or self.head_dim)
-
-    def _check_latent(self, rank: int) -> None:
-        if self.num_kv_heads != 1:
-            raise SpecError(f"a latent layer has one kv head, got num_kv_heads={self.num_kv_heads}")
-        if rank > self.head_dim:
-            raise SpecError(f"latent_rank {rank} is larger than head_dim {self.head_dim}, which contains it")
-        if self.v_head_dim not in (None, rank):
-            raise SpecError(
-                f"a latent layer's values are its latent_rank {rank} dims, got v_head_dim={self.v_head_dim}"
-            )
-
-    @classmethod
-    def mla(cls, rank: int, rope_dim: int) -> LayerSpec:
-        """A latent layer of ``kv_lora_rank`` and decoupled rope dims (DeepSeek-V2, arXiv 2405.04434, 2.1.3).
-
-        >>> LayerSpec.mla(rank=512, rope_dim=64).bytes_per_token("bf16")
-        1152
-        """
-        rank, rope_dim = _integer("rank", rank, 1), _integer("rope_dim", rope_dim, 0)
-        return cls(num_kv_heads=1, head_dim=rank + rope_dim, latent_rank=rank)
-
-    @property
-    def is_latent(self) -> bool:
-        """Whether this layer stores one latent vector per token instead of K and V."""
-        return self.latent_rank is not None
-
-    @property
-    def value_dim(self) -> int:
-        """Elements of one value head: ``v_head_dim``, never None."""
-        return self.v_head_dim or self.head_dim
-
-    @property
-    def elements_per_token(self) -> int:
-        """Elements stored per token, scales not counted."""
-        return self.num_kv_heads * (self.head_dim if self.is_latent else self.head_dim + self.value_dim)
-
-    def bytes_per_token(self, dtype: str) -> int:
-        """Bytes stored per token in this layer, scales included. O(1).
-
-        Raises:
-            SpecError: ``dtype`` is not a cache dtype.
-
-        >>> LayerSpec(num_kv_heads=8, head_dim=128).bytes_per_token("int8")
-        2112
-        """
-        if dtype not in ELEMENT_BYTES:
-            raise SpecError(f"dtype is {dtype!r}; supported: {', '.join(ELEMENT_BYTES)}")
-        num_scales = self.num_kv_heads * (1 if self.is_latent else 2)
-        return self.elements_per_token * ELEMENT_BYTES[dtype] + num_scales * SCALE_BYTES[dtype]
-
-    def resident_tokens(self, context: SupportsIndex) -> int:
-        """Tokens this layer needs at a context of ``context`` tokens: ``min(context, window)``. O(1)."""
-        tokens = _integer("context", context, 0)
-        return tokens if self.window is None else min(tokens, self.window)
 
 
 @dataclass(frozen=True)
@@ -169,7 +57,7 @@ class KVCacheSpec:
                 raise SpecError(f"layers[{index}] must be a LayerSpec, got {layer!r}")
         if self.dtype not in ELEMENT_BYTES:
             raise SpecError(f"dtype is {self.dtype!r}; supported: {', '.join(ELEMENT_BYTES)}")
-        object.__setattr__(self, "block_size", _integer("block_size", self.block_size, 1))
+        object.__setattr__(self, "block_size", whole_number("block_size", self.block_size, 1))
 
     @classmethod
     def uniform(
@@ -189,7 +77,7 @@ class KVCacheSpec:
         272
         """
         layer = LayerSpec(num_kv_heads, head_dim, v_head_dim, window)
-        return cls((layer,) * _integer("num_layers", num_layers, 1), dtype, block_size)
+        return cls((layer,) * whole_number("num_layers", num_layers, 1), dtype, block_size)
 
     @classmethod
     def from_hf_config(
@@ -210,9 +98,8 @@ class KVCacheSpec:
         >>> KVCacheSpec.from_hf_config(config, dtype="bf16").bytes_per_token
         131072
         """
-        from pagedkv.hf_config import read_spec
-
-        return read_spec(source, dtype=dtype, block_size=block_size)
+        config = load_config(source)
+        return cls(read_layers(config), read_dtype(config) if dtype is None else dtype, block_size)
 
     @property
     def num_layers(self) -> int:
@@ -260,7 +147,7 @@ class KVCacheSpec:
         return dict(self._bytes_by_window).get(None, 0)
 
     def _layer(self, layer_index: SupportsIndex) -> LayerSpec:
-        index = _integer("layer_index", layer_index, 0)
+        index = whole_number("layer_index", layer_index, 0)
         if index >= self.num_layers:
             raise SpecError(f"layer_index is {index}, but there are {self.num_layers} layers")
         return self.layers[index]
@@ -298,7 +185,7 @@ class KVCacheSpec:
         >>> KVCacheSpec((LayerSpec(4, 64, window=128), LayerSpec(4, 64))).resident_bytes(1000)
         1155072
         """
-        tokens = _integer("context", context, 0)
+        tokens = whole_number("context", context, 0)
         return sum(
             size * (tokens if window is None else min(tokens, window))
             for window, size in self._bytes_by_window
@@ -327,7 +214,7 @@ class KVCacheSpec:
         >>> KVCacheSpec.uniform(num_layers=32, num_kv_heads=8, head_dim=128).num_blocks_for(2**30)
         511
         """
-        memory = _integer("memory_bytes", memory_bytes, 0)
+        memory = whole_number("memory_bytes", memory_bytes, 0)
         usable = memory // self.bytes_per_block - NUM_RESERVED_BLOCKS
         if usable < 1:
             need = (1 + NUM_RESERVED_BLOCKS) * self.bytes_per_block

@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from pagedkv.hf_config import HFConfig
-from pagedkv.spec import LayerSpec
+from pagedkv.hf_fields import HFConfig
+from pagedkv.layer_spec import LayerSpec
 
 _TIED_BY_DEFAULT: Final = frozenset({"falcon", "gemma2", "gemma3_text", "gpt2", "mpt"})
 
@@ -159,8 +159,8 @@ def count_params(config: HFConfig, layers: tuple[LayerSpec, ...]) -> ParamCount:
     Raises:
         SpecError: a field that a formula needs is missing or no positive integer.
 
-    >>> from pagedkv.hf_config import read_layers
-    >>> config = HFConfig.load({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768,
+    >>> from pagedkv.hf_config import load_config, read_layers
+    >>> config = load_config({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768,
     ...                         "n_positions": 1024, "vocab_size": 50257})
     >>> count_params(config, read_layers(config))
     ParamCount(total=124318464, active=123532032, lm_head=38597376, experts=0, expert_share=1.0)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagedkv.errors import SpecError
-from pagedkv.hf_config import HFConfig, read_layers
+from pagedkv.hf_config import load_config, read_layers
+from pagedkv.hf_fields import HFConfig
 from pagedkv.sim.model_params import count_params, q_head_dim
 from pagedkv.spec import KVCacheSpec
 
@@ -134,7 +135,7 @@ def load_model(name_or_path: str | Path, *, kv_dtype: str = "bf16", block_size: 
     name = str(name_or_path)
     found = _built_in(name)
     if found is not None:
-        return _from_config(found, HFConfig.load(_table()[found].config), kv_dtype, block_size)
+        return _from_config(found, load_config(_table()[found].config), kv_dtype, block_size)
     if not Path(name_or_path).exists():
         raise _unknown(name)
-    return _from_config(name, HFConfig.load(Path(name_or_path)), kv_dtype, block_size)
+    return _from_config(name, load_config(Path(name_or_path)), kv_dtype, block_size)

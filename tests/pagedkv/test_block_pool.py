@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,10 +63,39 @@ MISUSE: dict[str, tuple[Callable[[], BlockPool], Callable[[BlockPool], object], 
         lambda p: release(p, ids(*[1, 2] * NUM_BLOCKS)),
         "cannot release",
     ),
-    "release_with_too_few_flags": (
+    **{
+        f"release_with_flags_as_{name}": (
+            mixed_pool,
+            lambda p, flags=flags: p.release(ids(1, 2), flags),  # type: ignore[misc]
+            "2 ids need as many retain flags, as an array of bool",
+        )
+        for name, flags in {
+            "too_few": np.ones(1, np.bool_),
+            "ints": np.array([1, 0]),
+            "a_list": [True, False],
+            "two_dimensions": np.ones((2, 1), np.bool_),
+            "objects": np.array([True, False], object),
+        }.items()
+    },
+    "release_two_dimensions": (
         mixed_pool,
-        lambda p: p.release(ids(1, 2), np.ones(1, np.bool_)),
-        "2 ids but 1 retain flags",
+        lambda p: p.release(ids(1, 2).reshape(2, 1), np.ones((2, 1), np.bool_)),
+        r"one dimension, got int32 \(2, 1\)",
+    ),
+    "release_floats": (
+        mixed_pool,
+        lambda p: p.release(np.array([1.0, 2.0]), np.ones(2, np.bool_)),  # type: ignore[arg-type]
+        r"must be integers .* got float64 \(2,\)",
+    ),
+    "release_an_id_that_wraps_to_a_good_one": (
+        mixed_pool,
+        lambda p: p.release(np.array([2**32 + 1]), np.ones(1, np.bool_)),  # type: ignore[arg-type]
+        r"fit int32, got 4294967297\.\.4294967297",
+    ),
+    "share_an_id_that_wraps_to_a_good_one": (
+        mixed_pool,
+        lambda p: p.acquire(1, np.array([1 - 2**32])),  # type: ignore[arg-type]
+        "fit int32, got -4294967295",
     ),
     "share_a_free_block": (mixed_pool, lambda p: p.acquire(1, ids(1, 6)), "share block 6: it is free"),
     "share_id_zero": (mixed_pool, lambda p: p.acquire(1, ids(0)), "share block 0"),
@@ -113,6 +143,24 @@ def test_a_double_free_is_refused_however_often_it_is_tried() -> None:
         with pytest.raises(BlockError, match="release block 1: it is free"):
             release(pool, block)
     assert pool.counts == BlockCounts(free=2, cached=0, active=0)
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_a_pool_without_blocks_is_refused(num_blocks: int) -> None:
+    """There is nothing that it could ever hand out."""
+    with pytest.raises(BlockError, match=f"at least 1 block, got {num_blocks}"):
+        BlockPool(num_blocks)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.uint64, ">i4"])
+def test_ids_of_any_integer_dtype_and_stride_will_do(dtype: Any) -> None:
+    """What is wider, unsigned, of another byte order or a view means the same ids."""
+    pool = BlockPool(4)
+    pool.acquire(4)
+    some = np.array([9, 1, 9, 3], dtype)[::-2]
+    assert pool.release(some, np.ones(2, np.bool_)).tolist() == [3, 1]
+    assert pool.acquire(0, shared=some).tolist() == []
+    assert pool.counts == BlockCounts(free=0, cached=0, active=4)
 
 
 def test_calls_with_no_ids_change_nothing() -> None:

@@ -47,6 +47,21 @@ def test_what_is_kept_is_passed_over_and_stays() -> None:
     assert first(order, 9) == [1, 2, 3]
 
 
+def test_room_made_before_is_there_when_it_is_needed() -> None:
+    """After ``make_room(n)`` a push of n moves no entry, however full the log was; the order stays."""
+    order = LRUOrder(50)
+    for _ in range(40):
+        order.push(np.arange(1, 51, dtype=np.int32))
+        order.discard(np.arange(1, 21, dtype=np.int32))
+        before = order.ids().tolist()
+        order.make_room(20)
+        places = order._place[21:].tolist()
+        assert order.ids().tolist() == before
+        order.push(np.arange(20, 0, -1, dtype=np.int32))
+        assert order._place[21:].tolist() == places
+        assert order.ids().tolist() == [*before, *range(20, 0, -1)]
+
+
 def test_discarding_what_is_not_there_changes_nothing() -> None:
     """Blocks that were never cached may be discarded."""
     order = LRUOrder(4)
@@ -167,15 +182,16 @@ def test_work_per_eviction_stays_small_with_compactions_counted(num_blocks: int)
 
 
 @pytest.mark.parametrize("num_blocks", [1_000, 10_000, 100_000])
-def test_void_entries_are_passed_over_once(num_blocks: int) -> None:
-    """A long void stretch behind the oldest block costs one pass, however many looks follow."""
+@pytest.mark.parametrize("looks", [1, 10, 100])
+def test_a_void_stretch_is_read_twice_at_most(num_blocks: int, looks: int) -> None:
+    """A long void stretch before the oldest block costs two passes, however many looks follow."""
     order = LRUOrder(num_blocks)
     order.push(np.arange(1, num_blocks + 1, dtype=np.int32))
-    order.discard(np.arange(1, num_blocks - 9, dtype=np.int32))
+    order.discard(np.arange(1, num_blocks - looks + 1, dtype=np.int32))
     order._log = cast("Int32Array", order._log.view(CountingLog))
     CountingLog.read = 0
-    for expected in range(num_blocks - 9, num_blocks + 1):
+    for expected in range(num_blocks - looks + 1, num_blocks + 1):
         victims = order.first(1, keep=ids())
         assert victims.tolist() == [expected]
         order.discard(victims)
-    assert CountingLog.read <= num_blocks + 10 * (512 + 64)
+    assert CountingLog.read <= 2 * num_blocks + 192 * looks

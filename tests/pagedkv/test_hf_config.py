@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pagedkv.errors import SpecError
-from pagedkv.hf_config import SUPPORTED_MODEL_TYPES, HFConfig, read_layers, read_spec
+from pagedkv.hf_config import SUPPORTED_MODEL_TYPES, load_config, read_layers
 from pagedkv.spec import KVCacheSpec, LayerSpec
 
 Config = dict[str, Any]
@@ -31,7 +31,7 @@ def without(config: Config, name: str) -> Config:
 
 
 def layers_of(config: Config) -> tuple[LayerSpec, ...]:
-    return read_layers(HFConfig.load(config))
+    return read_layers(load_config(config))
 
 
 def windows_of(config: Config) -> list[int | None]:
@@ -121,7 +121,9 @@ def test_every_nth_layer_of_gemma_3_is_full(name: str) -> None:
 
 def test_gemma_3_is_read_from_its_text_config_with_its_published_defaults() -> None:
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 6, "sliding_window": 1024}
-    spec = read_spec({"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text})
+    spec = KVCacheSpec.from_hf_config(
+        {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text}
+    )
     assert spec.dtype == "bf16"
     assert spec.layers == (LayerSpec(4, 256, window=1024),) * 5 + (LayerSpec(4, 256),)
 
@@ -170,8 +172,8 @@ def test_mpt_kv_heads_depend_on_its_attn_config(attention: Config, num_kv_heads:
 )
 @pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
 def test_the_dtype_is_the_configs_unless_it_is_passed(text: str, dtype: str, field: str) -> None:
-    assert read_spec({**LLAMA, field: text}).dtype == dtype
-    assert read_spec({**LLAMA, field: text}, dtype="int8").dtype == "int8"
+    assert KVCacheSpec.from_hf_config({**LLAMA, field: text}).dtype == dtype
+    assert KVCacheSpec.from_hf_config({**LLAMA, field: text}, dtype="int8").dtype == "int8"
 
 
 def test_a_file_its_folder_and_a_dict_give_the_same_spec(tmp_path: Path) -> None:
@@ -228,7 +230,7 @@ def test_a_file_its_folder_and_a_dict_give_the_same_spec(tmp_path: Path) -> None
 )
 def test_a_missing_or_impossible_field_is_named_with_its_value(config: Config, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        read_spec(config, dtype="bf16")
+        KVCacheSpec.from_hf_config(config, dtype="bf16")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def test_a_missing_or_impossible_field_is_named_with_its_value(config: Config, m
 )
 def test_a_field_that_changes_the_cache_and_is_not_handled_is_refused(config: Config, field: str) -> None:
     with pytest.raises(SpecError, match=f"config: {field} is .*; supported: "):
-        read_spec(config, dtype="bf16")
+        KVCacheSpec.from_hf_config(config, dtype="bf16")
 
 
 @pytest.mark.parametrize(
@@ -266,28 +268,28 @@ def test_a_field_that_changes_the_cache_and_is_not_handled_is_refused(config: Co
 )
 def test_layer_types_that_are_not_full_or_sliding_are_refused(types: object) -> None:
     with pytest.raises(SpecError, match=r"layer_types is .*; supported: "):
-        read_spec({**GPT_OSS, "layer_types": types}, dtype="bf16")
+        KVCacheSpec.from_hf_config({**GPT_OSS, "layer_types": types}, dtype="bf16")
 
 
 def test_a_config_that_does_not_say_the_dtype_asks_for_it() -> None:
     with pytest.raises(SpecError, match=r"dtype is missing; supported: float32.*pass the dtype"):
-        read_spec(LLAMA)
+        KVCacheSpec.from_hf_config(LLAMA)
     with pytest.raises(SpecError, match="torch_dtype is 'float8'"):
-        read_spec({**LLAMA, "torch_dtype": "float8"})
+        KVCacheSpec.from_hf_config({**LLAMA, "torch_dtype": "float8"})
     scheme = {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}
     with pytest.raises(SpecError, match=r"quantization_config.*no kv_cache_scheme"):
-        read_spec({**LLAMA, "torch_dtype": "bfloat16", **scheme})
+        KVCacheSpec.from_hf_config({**LLAMA, "torch_dtype": "bfloat16", **scheme})
 
 
 def test_an_unknown_cache_dtype_is_refused() -> None:
     with pytest.raises(SpecError, match="dtype is 'bfloat16'; supported: fp32, bf16"):
-        read_spec(LLAMA, dtype="bfloat16")
+        KVCacheSpec.from_hf_config(LLAMA, dtype="bfloat16")
 
 
 def test_a_path_that_cannot_be_read_is_one_clear_line(tmp_path: Path) -> None:
     for missing in (tmp_path / "nothing.json", tmp_path):
         with pytest.raises(SpecError, match=r"cannot read .*expected a config.json or its folder") as caught:
-            read_spec(missing)
+            KVCacheSpec.from_hf_config(missing)
         assert "\n" not in str(caught.value)
 
 
@@ -296,7 +298,7 @@ def test_what_is_not_json_is_one_clear_line(tmp_path: Path, content: bytes) -> N
     file = tmp_path / "config.json"
     file.write_bytes(content)
     with pytest.raises(SpecError, match="is not valid JSON") as caught:
-        read_spec(file)
+        KVCacheSpec.from_hf_config(file)
     assert "\n" not in str(caught.value)
 
 
@@ -304,7 +306,7 @@ def test_json_that_is_no_object_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text("[1, 2]", encoding="utf-8")
     with pytest.raises(SpecError, match="holds a JSON list; expected an object"):
-        read_spec(file)
+        KVCacheSpec.from_hf_config(file)
 
 
 def test_every_supported_type_is_listed_once_and_sorted() -> None:

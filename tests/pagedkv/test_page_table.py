@@ -21,8 +21,14 @@ def make_table(lengths: Sequence[int], block_size: int, seed: int = 0) -> PageTa
     table = PageTable(len(lengths) + 1, max([*counts, 1]), block_size)
     blocks = rng.sample(range(1, sum(counts) + 50), sum(counts))
     for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        table.add(i, np.array([blocks.pop() for _ in range(count)], np.int32), length)
+        add(table, i, [blocks.pop() for _ in range(count)], length)
     return table
+
+
+def add(table: PageTable, seq_id: SeqId, blocks: Sequence[int], num_tokens: int) -> int:
+    row = table.add(seq_id)
+    table.fill(row, np.array(blocks, np.int32), np.zeros(0, np.int32), num_tokens)
+    return row
 
 
 def snapshot(table: PageTable) -> tuple[object, ...]:
@@ -154,7 +160,12 @@ def csr_buffers() -> dict[str, Any]:
     return {"kv_indptr": garbage(4), "kv_indices": garbage(4), "kv_last_page_len": garbage(3)}
 
 
-BAD_BLOCK_TABLES = {
+def read_only(buffer: Any) -> Any:
+    buffer.flags.writeable = False
+    return buffer
+
+
+BAD_BLOCK_TABLES: dict[str, dict[str, Any]] = {
     "tables_int64": {"block_tables": garbage(3, 2, dtype=np.int64)},
     "tables_uint32": {"block_tables": garbage(3, 2, dtype=np.uint32)},
     "tables_narrow": {"block_tables": garbage(3, 1)},
@@ -166,6 +177,12 @@ BAD_BLOCK_TABLES = {
     "slots_int32": {"slot_mapping": garbage(3)},
     "slots_of_another_batch": {"slot_mapping": garbage(2, dtype=np.int64)},
     "slots_two_dimensions": {"slot_mapping": garbage(3, 1, dtype=np.int64)},
+    "tables_read_only": {"block_tables": read_only(garbage(3, 2))},
+    "lens_read_only": {"seq_lens": read_only(garbage(3))},
+    "slots_read_only": {"slot_mapping": read_only(garbage(3, dtype=np.int64))},
+    "tables_a_list": {"block_tables": [[GARBAGE] * 2] * 3},
+    "lens_a_list": {"seq_lens": [GARBAGE] * 3},
+    "lens_a_number": {"seq_lens": np.int32(GARBAGE)},
     "batch_too_small": {
         "block_tables": garbage(1, 2),
         "seq_lens": garbage(1),
@@ -173,7 +190,7 @@ BAD_BLOCK_TABLES = {
     },
 }
 
-BAD_CSR = {
+BAD_CSR: dict[str, dict[str, Any]] = {
     "indptr_int64": {"kv_indptr": garbage(4, dtype=np.int64)},
     "indptr_one_short": {"kv_indptr": garbage(3)},
     "indptr_one_long": {"kv_indptr": garbage(5)},
@@ -182,26 +199,30 @@ BAD_CSR = {
     "indices_two_dimensions": {"kv_indices": garbage(2, 2)},
     "last_int64": {"kv_last_page_len": garbage(3, dtype=np.int64)},
     "last_two_dimensions": {"kv_last_page_len": garbage(3, 1)},
+    "indptr_read_only": {"kv_indptr": read_only(garbage(4))},
+    "indices_read_only": {"kv_indices": read_only(garbage(4))},
+    "last_read_only": {"kv_last_page_len": read_only(garbage(3))},
+    "last_a_list": {"kv_last_page_len": [GARBAGE] * 3},
     "batch_too_small": {"kv_indptr": garbage(2), "kv_last_page_len": garbage(1)},
 }
 
 
 @pytest.mark.parametrize("case", BAD_BLOCK_TABLES)
 def test_a_wrong_block_table_buffer_is_refused_before_any_write(case: str) -> None:
-    """Wrong dtype, shape or size raises ``PagedKVError`` and every buffer keeps its garbage."""
+    """Wrong type, dtype, shape or size, or read-only: raises ``PagedKVError`` and every buffer keeps its garbage."""
     buffers = {**block_tables_buffers(), **BAD_BLOCK_TABLES[case]}
     with pytest.raises(PagedKVError, match=r"must be|must have shape|too small"):
         make_table([5, 3], 4).write_block_tables([0, 1], **buffers)
-    assert all((buffer == GARBAGE).all() for buffer in buffers.values())
+    assert all((np.asarray(buffer) == GARBAGE).all() for buffer in buffers.values())
 
 
 @pytest.mark.parametrize("case", BAD_CSR)
 def test_a_wrong_csr_buffer_is_refused_before_any_write(case: str) -> None:
-    """Wrong dtype, shape or size raises ``PagedKVError`` and every buffer keeps its garbage."""
+    """Wrong type, dtype, shape or size, or read-only: raises ``PagedKVError`` and every buffer keeps its garbage."""
     buffers = {**csr_buffers(), **BAD_CSR[case]}
     with pytest.raises(PagedKVError, match=r"must be|must have shape|too small"):
         make_table([5, 3], 4).write_csr([0, 1], **buffers)
-    assert all((buffer == GARBAGE).all() for buffer in buffers.values())
+    assert all((np.asarray(buffer) == GARBAGE).all() for buffer in buffers.values())
 
 
 @pytest.mark.parametrize(
@@ -221,18 +242,30 @@ def test_a_repeated_or_unknown_sequence_is_refused_before_any_write(batch: list[
     assert all((buffer == GARBAGE).all() for buffer in [*first.values(), *second.values()])
 
 
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 6), (3, 2), (6, 6)])
-def test_positions_outside_the_sequence_are_refused(start: int, stop: int) -> None:
-    """A chunk must lie inside the sequence; the message has the numbers."""
+@pytest.mark.parametrize(
+    ("start", "stop"), [(-1, 2), (0, 6), (3, 2), (6, 6), (0.5, 2.0), (0, 1.5), (0, np.uint8(6))]
+)
+def test_positions_outside_the_sequence_are_refused(start: Any, stop: Any) -> None:
+    """A chunk must lie inside the sequence, between whole positions; the message has the numbers."""
     with pytest.raises(SequenceError, match=rf"{start}\.\.{stop} are outside sequence 0 of 5 tokens"):
         make_table([5], 4).slots(0, start, stop)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.int32, np.uint64])
+def test_positions_may_be_numpy_integers(kind: Any) -> None:
+    """Small or unsigned kinds neither wrap nor become floats."""
+    table = make_table([200], 3)
+    for start, stop in ((0, 120), (100, 127), (7, 7)):
+        slots = table.slots(0, kind(start), kind(stop))
+        assert slots.dtype == np.int64
+        assert slots.tolist() == slots_by_loop(table, 0, start, stop)
 
 
 @pytest.mark.parametrize("block", [2**27, 2**27 + 1, 2**31 - 1])
 def test_slots_do_not_overflow_32_bits(block: int) -> None:
     """Slots of a very large block id are exact beyond 2^31, in chunks and in the slot mapping."""
     table = PageTable(2, 2, 16)
-    table.add("far", np.array([block, 1], np.int32), 16)
+    add(table, "far", [block], 16)
     assert table.slots("far").tolist() == [block * 16 + i for i in range(16)]
     assert table.slots("far", 15, 16)[0] > 2**31 - 1
     tables, lens, slots = garbage(1, 1), garbage(1), garbage(1, dtype=np.int64)
@@ -243,12 +276,22 @@ def test_slots_do_not_overflow_32_bits(block: int) -> None:
 def test_a_row_is_cleared_and_reused_last_in_first_out() -> None:
     """Removing a sequence zeroes its row, and the next sequence gets that row."""
     table = PageTable(3, 2, 4)
-    first = table.add("a", np.array([7, 8], np.int32), 5)
-    table.add("b", np.array([9], np.int32), 2)
+    first = add(table, "a", [7, 8], 5)
+    add(table, "b", [9], 2)
     table.remove("a")
     assert (table.blocks[first].tolist(), table.seq_len[first]) == ([0, 0], 0)
     assert (len(table), "a" in table, table.seq_ids, table.num_free_rows) == (1, False, ["b"], 2)
-    assert table.add("c", np.array([1], np.int32), 1) == first
+    assert add(table, "c", [1], 1) == first
+
+
+def test_a_row_is_filled_with_the_hit_and_then_the_new_blocks() -> None:
+    """Positions run through the hit first; a row is empty until it is filled."""
+    table = PageTable(2, 4, 4)
+    row = table.add("a")
+    assert (table.num_tokens("a"), table.block_ids("a").tolist()) == (0, [])
+    table.fill(row, np.array([7, 5], np.int32), np.array([9], np.int32), 10)
+    assert (table.num_tokens("a"), table.block_ids("a").tolist()) == (10, [7, 5, 9])
+    assert table.slots("a", 7).tolist() == [5 * 4 + 3, 9 * 4, 9 * 4 + 1]
 
 
 def test_block_ids_is_a_copy() -> None:

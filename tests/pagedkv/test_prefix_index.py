@@ -161,6 +161,23 @@ def test_one_call_evicts_from_several_branches() -> None:
     assert not index.indexed.any()
 
 
+def test_a_leaf_is_a_block_that_no_indexed_block_continues() -> None:
+    """Not within a run, not before a branch; and again once everything behind it is removed."""
+    index = PrefixIndex(7, SIZE)
+    insert(index, [1, 2, 3], chain(10, 20, 30))
+    insert(index, [4, 5], chain(40, 50), parent=2)
+    insert(index, [6], chain(60))
+
+    def leaves() -> list[int]:
+        return [b for b in np.flatnonzero(index.indexed).tolist() if index.is_leaf(b)]
+
+    assert leaves() == [3, 5, 6]
+    remove(index, 5, 6)
+    assert leaves() == [3, 4]
+    remove(index, 3, 4)
+    assert leaves() == [2]
+
+
 @pytest.mark.parametrize("depth", [1, 63, 64, 65, 3_000])
 def test_a_deep_chain_inserted_block_by_block_hits_whole(depth: int) -> None:
     """Growing one block at a time, as decoding does, gives the same hit as one insertion."""
@@ -217,6 +234,8 @@ def test_random_operations_agree_with_a_dict_of_whole_prefixes(seed: int) -> Non
             free += gone
         assert len(index) == len(model)
         assert np.flatnonzero(index.indexed).tolist() == sorted(model.values())
+        inner = {path[:-1] for path in model}
+        assert all(index.is_leaf(block) == (path not in inner) for path, block in model.items())
         if rng.random() < 0.2:
             for path, block in model.items():
                 assert match(index, list(path))[-1] == block
