@@ -6,7 +6,9 @@ import numpy as np
 
 from pagedkv.block_pool import FREE, NO_BLOCKS, BlockPool
 from pagedkv.errors import SequenceError
+from pagedkv.events import EventLog
 from pagedkv.eviction import LRUOrder
+from pagedkv.fences import Fences
 from pagedkv.namespace import ExtraKeys
 from pagedkv.page_table import Int32Array
 from pagedkv.prefix_index import PrefixIndex
@@ -32,6 +34,8 @@ class BlockCache:
         self.index = PrefixIndex(num_blocks, block_size)
         self.order = LRUOrder(num_blocks)
         self.extra_keys = ExtraKeys()
+        self.fences = Fences()
+        self.events: EventLog | None = None
         self.num_evicted = 0
         self.num_copied = 0
         self._copies: dict[int, int] = {}
@@ -51,12 +55,35 @@ class BlockCache:
         return new
 
     def release(self, ids: Int32Array) -> None:
-        """Drop one reference each, deepest block first, so that children are evicted before parents."""
+        """Drop one reference each, deepest block first, so that children are evicted before parents.
+
+        While a fence is open, it takes the references over, so that they are dropped in this order later.
+        """
+        if self.fences:
+            self.fences.hold(ids)
+        else:
+            self._give_up(ids)
+
+    def signal(self, fence: int) -> None:
+        """Close a fence and release what waited for it alone."""
+        for ids in self.fences.signal(fence):
+            self._give_up(ids)
+
+    def _give_up(self, ids: Int32Array) -> None:
+        """Drop one reference each; full committed blocks without any stay cached."""
         self.order.make_room(len(ids))
         cached = self.pool.release(ids, self.index.indexed[ids])
         self.order.push(cached)
         if self._copies:  # asked here too, to spare the gather in the common case
             self._drop_copies(ids[self.pool.state[ids] == FREE])
+
+    def fenced_only(self) -> Int32Array:
+        """Blocks that nothing but fences holds."""
+        held = self.fences.held()
+        if not held:
+            return NO_BLOCKS
+        ids, counts = np.unique(np.concatenate(held), return_counts=True)
+        return ids[self.pool.ref_count[ids] == counts]
 
     def share(self, ids: Int32Array, tokens: Int32Array, extra: Int32Array, parent: int) -> Int32Array:
         """Make full committed blocks findable behind ``parent``; returns the blocks to hold instead.
@@ -68,16 +95,24 @@ class BlockCache:
         n = len(known)
         held = np.concatenate([known, ids[n:]])
         if n < len(ids):
-            self.index.insert(ids[n:], extra[n:], int(known[-1]) if n else parent)
-            for extra_id in extra[n:][extra[n:] > 0].tolist():
-                self.extra_keys.share(extra_id)
+            self._insert(ids[n:], tokens[n:], extra[n:], int(known[-1]) if n else parent)
         if n:
             self.pool.acquire(0, shared=known)
             self.order.discard(known)
         return held
 
+    def _insert(self, ids: Int32Array, tokens: Int32Array, extra: Int32Array, parent: int) -> None:
+        self.index.insert(ids, extra, parent)
+        for extra_id in extra[extra > 0].tolist():
+            self.extra_keys.share(extra_id)
+        if self.events is not None:
+            keys: list[object] = [self.extra_keys.key(i) if i else None for i in extra.tolist()]
+            self.events.stored(ids, tokens, keys, parent)
+
     def forget(self, ids: Int32Array) -> None:
         """Remove blocks from the index, children first, and their extra keys with them."""
+        if self.events is not None:
+            self.events.removed(ids)
         if len(self.extra_keys):
             extra = self.index.extra[ids]
             for extra_id in extra[extra > 0].tolist():

@@ -17,7 +17,7 @@ def check_invariants(
     """Raise ``AssertionError`` naming the first broken invariant. Cost: O(blocks + table entries in use)."""
     pool, index = cache.pool, cache.index
     pool.check_invariants()
-    _check_tables(pool, tables)
+    _check_tables(pool, tables, cache.fences.held())
     parent = _check_index(pool, index, cache.extra_keys)
     _check_order(pool, cache.order, parent)
     for seq_id in tables.seq_ids:
@@ -29,12 +29,12 @@ def check_invariants(
         check(np.array_equal(parent[chain[1:]], chain[:-1]), "a sequence's prefix is not a chain")
 
 
-def _check_tables(pool: BlockPool, tables: PageTable) -> None:
+def _check_tables(pool: BlockPool, tables: PageTable, fenced: list[Int32Array]) -> None:
     rows = tables.rows(tables.seq_ids)
     counts = -(-tables.seq_len[rows] // tables.block_size)
     held = tables.blocks[rows][np.arange(tables.blocks.shape[1]) < counts[:, None]]
     check(len(held) == int(counts.sum()) and bool((held > 0).all()), "a sequence holds the null block")
-    references = np.bincount(held, minlength=pool.num_blocks + 1)
+    references = np.bincount(np.concatenate([held, *fenced]), minlength=pool.num_blocks + 1)
     check(np.array_equal(references, pool.ref_count), "ref_counts are not the number of holders")
     check(np.count_nonzero(tables.blocks) == len(held), "the page table has an entry beyond a sequence")
 

@@ -11,6 +11,7 @@ from pagedkv.block_cache import BlockCache, BlockCopies
 from pagedkv.block_pool import NO_BLOCKS, BlockCounts
 from pagedkv.content import NO_EXTRA, SequenceExtra, as_token_array
 from pagedkv.errors import NeverFits, PagedKVError, SequenceError
+from pagedkv.events import Event, EventLog
 from pagedkv.invariants import check_invariants
 from pagedkv.namespace import Media, Namespace
 from pagedkv.page_table import Int32Array, Int64Array, PageTable, SeqId
@@ -285,7 +286,45 @@ class KVCacheManager:
         """What ``take_copies`` would return; nothing is forgotten, so a copy that fails can be run again."""
         return self._cache.pending_copies
 
+    def open_fence(self) -> int:
+        """Say that work starts which may touch any block held now: an asynchronous step, a copy.
+
+        From now on no block that is given up is handed out or evicted before the fence is signalled.
+        It counts as active until then, and can be hit if its content is cached. Cost: O(1).
+
+        >>> manager = KVCacheManager(num_blocks=1, block_size=4)
+        >>> _ = manager.open("a", [1, 2])
+        >>> fence = manager.open_fence()
+        >>> manager.close("a"); manager.open("b", [3]) is None
+        True
+        >>> manager.signal(fence); manager.open("b", [3])
+        Opened(num_tokens=1, num_cached_tokens=0)
+        """
+        return self._cache.fences.open()
+
+    def signal(self, fence: int) -> None:
+        """Say that the work behind a fence is done. Raises ``PagedKVError`` if the fence is not open."""
+        self._cache.signal(fence)
+
     # -- being watched
+
+    def record_events(self, seed: bytes = b"") -> None:
+        """Record from now on what becomes findable and what ceases to be; see `pagedkv.events`.
+
+        ``seed`` (at most 64 bytes) keys the digests. Raises ``PagedKVError`` if blocks are cached already,
+        since the stream would not be complete.
+        """
+        if len(self._cache.index) or self._cache.events is not None:
+            raise PagedKVError(
+                f"events must be recorded from the start: {len(self._cache.index)} blocks are indexed"
+            )
+        if not isinstance(seed, bytes) or len(seed) > 64:
+            raise PagedKVError(f"the seed must be at most 64 bytes, got {seed!r}")
+        self._cache.events = EventLog(seed)
+
+    def take_events(self) -> list[Event]:
+        """Hand over the events since the last call, oldest first; none unless they are recorded."""
+        return self._cache.events.take() if self._cache.events is not None else []
 
     def num_committed(self, seq_id: SeqId) -> int:
         """Tokens of the sequence that are committed."""
@@ -301,6 +340,7 @@ class KVCacheManager:
             cached_blocks=counts.cached,
             active_blocks=counts.active,
             used_slots=counts.active * self.block_size - self._unused_slots(),
+            fenced_blocks=len(self._cache.fenced_only()),
             indexed_blocks=len(self._cache.index),
             num_seqs=len(self.tables),
             evicted_blocks=self._cache.num_evicted,
@@ -442,6 +482,8 @@ class KVCacheManager:
         partial &= ~self._cache.index.indexed[tails]
         private = partial & (self._cache.pool.ref_count[tails] == 1)
         unused = int((self.block_size - lens[private] % self.block_size).sum())
+        fenced = self._cache.fenced_only()
+        unused += self.block_size * int(np.count_nonzero(~self._cache.index.indexed[fenced]))
         for block in np.unique(tails[partial & ~private]).tolist():
             unused += self.block_size - self._filled_slots(block, rows, lens)
         return unused

@@ -87,6 +87,10 @@ class ExtraKeys:
         """Id of ``key`` without using it, or -1 if nobody uses it."""
         return self._ids.get(key, -1)
 
+    def key(self, extra_id: int) -> tuple[object, ...]:
+        """The key of an id in use."""
+        return self._keys[extra_id]
+
     def share(self, extra_id: int) -> None:
         """Count one more user of an id in use."""
         self._uses[extra_id] += 1

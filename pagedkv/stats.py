@@ -26,7 +26,8 @@ class ManagerStats:
     Blocks: ``free_blocks + cached_blocks + active_blocks == num_blocks``. Slots: ``used_slots`` of the
     ``active_blocks * block_size`` slots hold a token of an open sequence (or of a full block shared
     with the prefix cache); a slot shared by several sequences counts once. ``indexed_blocks`` can be
-    found by content: the cached ones and the full committed ones of open sequences.
+    found by content: the cached ones and the full committed ones of open sequences. ``fenced_blocks`` are
+    active only because a fence holds them.
 
     Counters since the manager was made, over ``num_opened`` successful opens:
     ``queried_tokens`` prompt tokens, of which ``hit_tokens`` were in the cache;
@@ -38,6 +39,7 @@ class ManagerStats:
     free_blocks: int
     cached_blocks: int
     active_blocks: int
+    fenced_blocks: int
     used_slots: int
     indexed_blocks: int
     num_seqs: int

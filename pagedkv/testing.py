@@ -4,12 +4,14 @@ For engine authors too: run ``random_walk`` with your sizes, or drive ``Referenc
 own calls and compare ``state``.
 """
 
+import hashlib
 import random
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
+from pagedkv.events import BlocksStored, Event
 from pagedkv.manager import KVCacheManager
 from pagedkv.namespace import Namespace
 
@@ -47,6 +49,8 @@ class ReferenceManager:
         self.cached: list[_Block] = []  # least recently used first
         self.seqs: dict[Hashable, _Sequence] = {}
         self.evicted = self.copied = 0
+        self.open_fences: list[int] = []
+        self.fenced: list[tuple[set[int], _Block]] = []  # (open fences that it waits for, block)
 
     def state(self) -> tuple[object, ...]:
         """Everything that must agree with ``manager_state`` of the manager."""
@@ -174,7 +178,25 @@ class ReferenceManager:
             self.cached.remove(block)
         block.refs += 1
 
+    def open_fence(self, number: int) -> None:
+        """Blocks given up from now on wait for it."""
+        self.open_fences.append(number)
+
+    def signal(self, number: int) -> None:
+        """Release the blocks that waited for this fence alone."""
+        self.open_fences.remove(number)
+        for fences, _ in self.fenced:
+            fences.discard(number)
+        while self.fenced and not self.fenced[0][0]:
+            self._give_up(self.fenced.pop(0)[1])
+
     def _release(self, block: _Block) -> None:
+        if self.open_fences:
+            self.fenced.append((set(self.open_fences), block))
+        else:
+            self._give_up(block)
+
+    def _give_up(self, block: _Block) -> None:
         block.refs -= 1
         if not block.refs and block.path is not None:
             self.cached.append(block)
@@ -249,7 +271,38 @@ def random_walk(
     return walk.manager
 
 
-_WEIGHTS = {"open": 4, "step": 6, "append": 2, "commit": 8, "fork": 1, "truncate": 1, "close": 3}
+_WEIGHTS = {
+    "open": 8,
+    "step": 12,
+    "append": 4,
+    "commit": 16,
+    "fork": 2,
+    "truncate": 2,
+    "close": 6,
+    "open_fence": 1,
+    "signal": 2,
+}
+
+
+class ShadowIndex:
+    """What a follower of the event stream knows: it sees events only. Raises ``AssertionError`` on a gap."""
+
+    def __init__(self) -> None:
+        """Start like a manager: empty, expecting event 0."""
+        self.digests: set[bytes] = set()
+        self.next_number = 0
+
+    def apply(self, event: Event) -> None:
+        """Take in one event."""
+        assert event.number == self.next_number, f"event {event.number}, expected {self.next_number}"
+        self.next_number += 1
+        if isinstance(event, BlocksStored):
+            assert event.parent is None or event.parent in self.digests, "stored behind an unknown parent"
+            assert not self.digests & set(event.digests), "stored twice"
+            self.digests |= set(event.digests)
+        else:
+            assert self.digests >= set(event.digests), "removed what was not there"
+            self.digests -= set(event.digests)
 
 
 class _Walk:
@@ -269,12 +322,17 @@ class _Walk:
         self.max_len = num_blocks * block_size
         self.manager = KVCacheManager(num_blocks, block_size, max_seqs=max_seqs, watermark=watermark)
         self.model = ReferenceManager(num_blocks, block_size, max_seqs, watermark)
+        self.manager.record_events(b"walk")
         self.shadow = ShadowStorage(num_blocks, block_size)
+        self.follower = ShadowIndex()
         self.prompts: dict[Hashable, list[int]] = {}
         self.next_id = 0
 
     def compare(self) -> None:
         self.manager.check_invariants()
+        for event in self.manager.take_events():
+            self.follower.apply(event)
+        assert self.follower.digests == self._digests_by_content(), "the events do not give the index"
         real, model = manager_state(self.manager), self.model.state()
         assert real == model, f"manager {real} != model {model}"
         if len(self.manager.pending_copies.src):
@@ -282,6 +340,18 @@ class _Walk:
         for seq_id, seq in self.model.seqs.items():
             held = self.shadow.read(self.manager, seq_id)
             assert held == seq.tokens, f"slots of {seq_id} hold {held}, committed were {seq.tokens}"
+
+    def _digests_by_content(self) -> set[bytes]:
+        """Digests of the contents that the model has cached, computed from whole prefixes."""
+        size, digests = self.model.block_size, set()
+        for path in self.model.by_path:
+            digest = bytes(32)
+            for i in range(1, len(path), size):
+                extra = repr((path[0], ())) if i == 1 and path[0] is not None else ""
+                content = digest + np.array(path[i : i + size], "<i4").tobytes() + extra.encode()
+                digest = hashlib.blake2b(content, digest_size=32, key=b"walk").digest()
+            digests.add(digest)
+        return digests
 
     def _tokens(self, count: int) -> list[int]:
         return [self.random.randrange(self.vocabulary) for _ in range(count)]
@@ -352,6 +422,15 @@ class _Walk:
             self.manager.truncate(seq_id, length)
             self.model.truncate(seq_id, length)
             self.prompts[seq_id] = self.prompts.get(seq_id, [])[:length]
+
+    def open_fence(self) -> None:
+        self.model.open_fence(self.manager.open_fence())
+
+    def signal(self) -> None:
+        if self.model.open_fences:
+            fence = self.random.choice(self.model.open_fences)
+            self.manager.signal(fence)
+            self.model.signal(fence)
 
     def close(self) -> None:
         seq_id = self._any()

@@ -62,7 +62,12 @@ class SlowEngine:
     """
 
     def __init__(
-        self, trace: Trace, manager: KVCacheManager, model: StepTimeModel, spec: KVCacheSpec, config: EngineConfig
+        self,
+        trace: Trace,
+        manager: KVCacheManager,
+        model: StepTimeModel,
+        spec: KVCacheSpec,
+        config: EngineConfig,
     ) -> None:
         self.manager, self.model, self.spec, self.config = manager, model, spec, config
         self.requests = [
@@ -679,7 +684,12 @@ def test_other_processes_and_hash_seeds_give_the_same_bytes() -> None:
     for seed in ("0", "4242"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
         )
         found.add(done.stdout.strip())
     assert found == {hashlib.sha256(small_replay().encode()).hexdigest()}

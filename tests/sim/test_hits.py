@@ -18,7 +18,9 @@ from pagedkv.sim.hits import replay_hits
 from pagedkv.sim.trace import Trace, read_mooncake
 from pagedkv.sim.workload import chat_long
 
-needs_data = pytest.mark.skipif("PAGEDKV_DATA" not in os.environ, reason="PAGEDKV_DATA is not set: no trace files")
+needs_data = pytest.mark.skipif(
+    "PAGEDKV_DATA" not in os.environ, reason="PAGEDKV_DATA is not set: no trace files"
+)
 
 # (hit blocks, hit tokens) of the Mooncake conversation trace, full blocks of 512, per capacity in blocks
 CONVERSATION_BLOCKS = 276_491
