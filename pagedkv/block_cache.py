@@ -83,7 +83,8 @@ class BlockCache:
         if not held:
             return NO_BLOCKS
         ids, counts = np.unique(np.concatenate(held), return_counts=True)
-        return ids[self.pool.ref_count[ids] == counts]
+        alone: Int32Array = ids[self.pool.ref_count[ids] == counts]
+        return alone
 
     def share(self, ids: Int32Array, tokens: Int32Array, extra: Int32Array, parent: int) -> Int32Array:
         """Make full committed blocks findable behind ``parent``; returns the blocks to hold instead.

@@ -314,10 +314,12 @@ class KVCacheManager:
         ``seed`` (at most 64 bytes) keys the digests. Raises ``PagedKVError`` if blocks are cached already,
         since the stream would not be complete.
         """
-        if len(self._cache.index) or self._cache.events is not None:
+        if len(self._cache.index):
             raise PagedKVError(
-                f"events must be recorded from the start: {len(self._cache.index)} blocks are indexed"
+                f"too late to record events: {len(self._cache.index)} blocks are indexed already"
             )
+        if self._cache.events is not None:
+            raise PagedKVError("events are recorded already")
         if not isinstance(seed, bytes) or len(seed) > 64:
             raise PagedKVError(f"the seed must be at most 64 bytes, got {seed!r}")
         self._cache.events = EventLog(seed)
