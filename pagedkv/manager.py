@@ -18,6 +18,8 @@ from pagedkv.page_table import Int32Array, Int64Array, PageTable, SeqId
 from pagedkv.prefix_index import ROOT
 from pagedkv.stats import ManagerStats
 
+MOST_BLOCKS = 2**31 - 2
+
 
 class Opened(NamedTuple):
     """Result of ``open``: the first ``num_cached_tokens`` of ``num_tokens`` need no prefill."""
@@ -78,6 +80,10 @@ class KVCacheManager:
         of sequences that are open. ``prefix_caching=False`` neither looks up nor keeps content.
         """
         num_blocks = _count("num_blocks", num_blocks, 1)
+        if num_blocks > MOST_BLOCKS:
+            raise PagedKVError(
+                f"num_blocks must be at most {MOST_BLOCKS}, as ids are int32, got {num_blocks}"
+            )
         self.block_size = _count("block_size", block_size, 1)
         max_seqs = _count("max_seqs", max_seqs, 1)
         whole_pool = num_blocks * self.block_size

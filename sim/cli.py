@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (PagedKVError, OSError) as error:
         print(f"pagedkv: error: {error}", file=sys.stderr)
         return 2
+    except MemoryError:
+        print("pagedkv: error: not enough memory for these sizes", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("pagedkv: interrupted", file=sys.stderr)
         return 130

@@ -20,10 +20,15 @@ NARROWEST = 100
 """Columns of output that is not a terminal, so that a redirected table is not cut to 80."""
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would exit with 1; the command line has one answer for all output
+
+
 def console(stderr: bool = False) -> Console:
     """A console on standard output or error."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else NARROWEST, highlight=False)
+    return _Console(file=stream, width=None if stream.isatty() else NARROWEST, highlight=False)
 
 
 def show_table(

@@ -18,6 +18,9 @@ from pagedkv.sim.records import Records, Sample, Steps
 from pagedkv.sim.step_time import Contexts, StepTimeModel
 from pagedkv.sim.trace import Trace
 
+MOST_STEPS = 2**31
+"""More steps at once than any sequence has tokens."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -38,8 +41,8 @@ class EngineConfig:
             raise PagedKVError(
                 f"need 1 <= max_batch <= token_budget, got {self.max_batch} and {self.token_budget}"
             )
-        if not (math.isfinite(self.interval_s) and self.interval_s > 0):
-            raise PagedKVError(f"interval must be above 0 seconds, got {self.interval_s}")
+        if not 1e-3 <= self.interval_s <= 1e9:
+            raise PagedKVError(f"interval must be 0.001 to 1e9 seconds, got {self.interval_s}")
 
 
 class _Plan(NamedTuple):
@@ -116,6 +119,7 @@ class Engine:
 
     def run(self) -> Records:
         """Serve every request; returns what happened."""
+        self._sample_if_due()
         while self.records.num_finished < len(self.trace):
             self._take_arrivals()
             self._admit()
@@ -124,7 +128,8 @@ class Engine:
             else:
                 self.now = max(self.now, float(self.trace.arrival_s[self._next_arrival]))
             self._sample_if_due()
-        self._sample()
+        if self.records.samples[-1].time_s < self.now:
+            self._sample()
         return self.records
 
     # -- admission
@@ -217,15 +222,17 @@ class Engine:
 
     def _repeats(self, ids: Contexts, contexts: Contexts, chunks: list[tuple[int, int]]) -> int:
         """Steps until a sequence ends, a prompt takes less than the whole budget, or a window fills."""
-        limits = [2**31]
+        limits = [MOST_STEPS]
         if len(ids):
             limits.append(int((self.trace.output_len[ids] - self._generated[ids]).min()))
-            limits.append(self.step_time.steps_of_same_growth(contexts) or 2**31)
+            limits.append(self.step_time.steps_of_same_growth(contexts) or MOST_STEPS)
         if chunks:
-            limits.append(
-                max(1, self._left_to_prefill(chunks[0][0]) // chunks[0][1]) if len(chunks) == 1 else 1
-            )
+            limits.append(self._full_chunks(*chunks[0]) if len(chunks) == 1 else 1)
         return min(limits)
+
+    def _full_chunks(self, request: int, chunk: int) -> int:
+        """Steps that compute a whole chunk and leave prompt for a later step; the last step is one alone."""
+        return max(1, (self._left_to_prefill(request) - 1) // chunk)
 
     def _next_event_s(self) -> float:
         """Next moment at which the timeline is due, or a request arrives that could be admitted."""
@@ -264,8 +271,6 @@ class Engine:
         self.now += seconds
         for request, tokens in plan.chunks:
             self._computed[request] += tokens * steps.num_steps
-        if steps.num_steps > 1 and plan.chunks and not self._left_to_prefill(plan.chunks[0][0]):
-            ending = 1
         self._emit_decoded(steps.num_steps)
         self._end_prefills(ending)
 
@@ -369,8 +374,8 @@ def steps_until(seconds: float, first_s: float, growth_s: float) -> int:
     """
     if seconds <= first_s:
         return 1
-    if growth_s <= 0.0:
-        return max(1, math.ceil(seconds / first_s))
+    if seconds >= span_s(MOST_STEPS, first_s, growth_s):
+        return MOST_STEPS
     a, b = growth_s / 2, first_s - growth_s / 2
     count = max(1, math.ceil(2 * seconds / (b + math.sqrt(b * b + 4 * a * seconds))))
     # The root is rounded: settle the last step by the sum itself.
@@ -390,6 +395,6 @@ def _require_all_fit(trace: Trace, manager: KVCacheManager) -> None:
     if blocks > manager.num_blocks or tokens > manager.max_seq_len:
         raise NeverFits(
             f"request {worst + 1} of {trace.name} needs {blocks} blocks of {manager.block_size} tokens, "
-            f"the pool has {manager.num_blocks}: give it more (--num-blocks, --gpu-memory) "
-            "or make entries smaller (--kv-dtype)"
+            f"the pool has {manager.num_blocks} and a sequence at most {manager.max_seq_len} tokens: "
+            "give it more (--num-blocks, --gpu-memory) or make entries smaller (--kv-dtype)"
         )

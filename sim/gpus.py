@@ -27,12 +27,16 @@ _ALIASES: Final[Mapping[str, str]] = {
     "a100": "A100-80 SXM",
     "a10040gb": "A100-40 SXM",
     "a10080gb": "A100-80 SXM",
+    "a100pcie80gb": "A100-80 PCIe",
+    "a100sxm440gb": "A100-40 SXM",
+    "a100sxm480gb": "A100-80 SXM",
     "a6000": "RTX A6000",
     "b200": "B200 SXM",
     "b300": "B300 SXM",
     "dgxspark": "GB10 (DGX Spark)",
     "gb10": "GB10 (DGX Spark)",
     "h100": "H100 SXM",
+    "h10080gbhbm3": "H100 SXM",
     "h200": "H200 SXM",
     "m1max": "Apple M1 Max",
     "m1ultra": "Apple M1 Ultra",
@@ -116,7 +120,9 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def load_gpu(name: str) -> GPU:
-    """A device by name or short alias; case, spaces and punctuation do not count. O(1).
+    """A device by name, short alias, or the name that its driver reports. O(1).
+
+    Case, spaces and punctuation do not count.
 
     Raises:
         SpecError: no such device, with close names.
@@ -127,7 +133,7 @@ def load_gpu(name: str) -> GPU:
     (24, 1008000000000.0)
     """
     known = _by_canonical_name()
-    wanted = _canonical(name)
+    wanted = _canonical(name).removeprefix("nvidia").removeprefix("geforce")
     if wanted in known:
         return known[wanted]
     close = list(

@@ -54,35 +54,41 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """Read a run; raises ``PagedKVError`` naming the file and the field that is missing or wrong."""
-    meta = _json(folder / "meta.json", (folder / "meta.json").read_text(encoding="utf-8"))
-    text = (folder / "requests.jsonl").read_text(encoding="utf-8")
-    rows = [_json(folder / "requests.jsonl", line) for line in text.splitlines()]
-    with (folder / "timeseries.csv").open(encoding="utf-8", newline="") as file:
-        timeline = list(csv.DictReader(file))
+    """Read a run; raises ``PagedKVError`` naming the folder and what is missing or wrong."""
     try:
+        meta = _object(json.loads((folder / "meta.json").read_text(encoding="utf-8")))
+        lines = (folder / "requests.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [_object(json.loads(line)) for line in lines]
+        with (folder / "timeseries.csv").open(encoding="utf-8", newline="") as file:
+            timeline = list(csv.DictReader(file))
         return _run(folder.name, meta, rows, timeline)
     except KeyError as error:
         raise PagedKVError(f"{folder}: no field {error.args[0]!r}") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise PagedKVError(f"{folder}: {error}") from None
 
 
 def _run(
     name: str, meta: dict[str, Any], rows: Sequence[dict[str, Any]], timeline: Sequence[dict[str, str]]
 ) -> MeasuredRun:
+    if not rows or not timeline:
+        raise PagedKVError(f"{len(rows)} requests and {len(timeline)} rows of the timeline: need both")
     rows = sorted(rows, key=lambda row: float(row["queued_ts"]))
-    start = float(rows[0]["queued_ts"]) if rows else 0.0
+    start = float(rows[0]["queued_ts"])
 
     def seconds(field: str) -> FloatArray:
-        return np.array([float(row[field]) for row in rows]) - start
+        return _finite(field, [float(row[field]) - start for row in rows])
 
     lengths = ([int(row["input_toks"]) for row in rows], [int(row["output_toks"]) for row in rows])
-    queued = seconds("queued_ts")
+    queued, first = seconds("queued_ts"), seconds("first_token_ts")
+    if (first <= queued).any():
+        raise PagedKVError(
+            f"request {int((first <= queued).argmax()) + 1} has its first token before it is queued"
+        )
     return MeasuredRun(
         name=name,
-        model=meta["model"],
-        gpu=meta["hardware"]["device_name"],
+        model=_text(meta["model"]),
+        gpu=_text(meta["hardware"]["device_name"]),
         num_blocks=int(meta["kv_cache"]["num_gpu_blocks"]),
         block_size=int(meta["kv_cache"]["block_size"]),
         max_batch=int(meta["scheduler"]["max_num_seqs"]),
@@ -90,20 +96,29 @@ def _run(
         trace=Trace.from_lengths(queued, *lengths, name=name),
         queued_s=queued,
         scheduled_s=seconds("scheduled_ts"),
-        first_token_s=seconds("first_token_ts"),
+        first_token_s=first,
         last_token_s=seconds("last_token_ts"),
-        time_s=np.array([float(row["t"]) for row in timeline]),
+        time_s=_finite("t", [float(row["t"]) for row in timeline]),
         running=np.array([int(row["running"]) for row in timeline]),
         waiting=np.array([int(row["waiting"]) for row in timeline]),
-        kv_usage=np.array([float(row["kv_cache_pct"]) for row in timeline]) / 100,
+        kv_usage=_finite("kv_cache_pct", [float(row["kv_cache_pct"]) for row in timeline]) / 100,
     )
 
 
-def _json(path: Path, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PagedKVError(f"{path}: {error}") from None
+def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise PagedKVError(f"{path}: expected an object, got {type(value).__name__}")
+        raise TypeError(f"expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {value!r}")
+    return value
+
+
+def _finite(field: str, values: list[float]) -> FloatArray:
+    array = np.array(values)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{field} must be finite")
+    return array

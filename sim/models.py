@@ -138,4 +138,7 @@ def load_model(name_or_path: str | Path, *, kv_dtype: str = "bf16", block_size: 
         return _from_config(found, load_config(_table()[found].config), kv_dtype, block_size)
     if not Path(name_or_path).exists():
         raise _unknown(name)
-    return _from_config(name, load_config(Path(name_or_path)), kv_dtype, block_size)
+    try:
+        return _from_config(name, load_config(Path(name_or_path)), kv_dtype, block_size)
+    except SpecError as error:
+        raise SpecError(f"{name}: {error}") from None

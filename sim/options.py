@@ -30,20 +30,20 @@ def size(text: str) -> float:
     >>> size("24GiB"), size("80GB"), size("14e9")
     (25769803776.0, 80000000000.0, 14000000000.0)
     """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     if not match or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: write 24GiB, 80GB or 14e9")
-    return positive(match[1]) * _UNITS[match[2]]
+    return positive(str(float(match[1]) * _UNITS[match[2]]))
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """A number above 0, and of a size that something could have."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    if not 1e-18 <= value <= 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 (up to 1e18)")
     return value
 
 
@@ -55,16 +55,16 @@ def share(text: str) -> float:
     return value
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """A parser of whole numbers from ``least`` on."""
+def at_least(least: int, most: int = 2**31 - 2) -> Callable[[str], int]:
+    """A parser of whole numbers from ``least`` to ``most``, by default as many as there are block ids."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most:,}")
         return value
 
     return parse

@@ -37,7 +37,9 @@ def add_parsers(commands: Commands[argparse.ArgumentParser]) -> None:
         help="bytes per second, reached in full, without launch cost or compute (default: the GPU's, "
         "with its efficiencies)",
     )
-    itl.add_argument("--batch", type=at_least(1), default=1, help="sequences per step (default 1)")
+    itl.add_argument(
+        "--batch", type=at_least(1, most=1_000_000), default=1, help="sequences per step (default 1)"
+    )
     itl.add_argument("--context", type=at_least(0), nargs="+", default=CONTEXTS, help="tokens per sequence")
     fits = commands.add_parser(
         "size",

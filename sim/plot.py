@@ -18,16 +18,25 @@ MOST_POINTS = 4000
 GIB = 2**30
 
 
-def plot_replay(result: ReplayResult, path: Path) -> None:
-    """Write the three panels as an image; the suffix of ``path`` names the format (png, svg, pdf).
-
-    Raises ``PagedKVError`` without matplotlib or for a format it does not know.
-    """
+def require_plottable(path: str) -> None:
+    """Refuse a plot that could not be drawn, before the work: no matplotlib, or no such format."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
     except ImportError:
         raise PagedKVError('a plot needs matplotlib: pip install "pagedkv[plot]"') from None
+    formats = FigureCanvasAgg.get_supported_filetypes()
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    if suffix not in formats:
+        raise PagedKVError(
+            f"cannot plot to {path}: the name must end with one of .{', .'.join(sorted(formats))}"
+        )
+
+
+def plot_replay(result: ReplayResult, path: Path) -> None:
+    """Write the three panels as an image, in the format that the suffix of ``path`` names."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(14, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 3, width_ratios=(1.3, 1.1, 0.8))
@@ -39,10 +48,7 @@ def plot_replay(result: ReplayResult, path: Path) -> None:
     _cache_bytes(axes[0], result)
     _itl_against_context(axes[1], result)
     _itl_percentiles(axes[2], result)
-    try:
-        figure.savefig(path, dpi=110, metadata=None)
-    except ValueError as error:
-        raise PagedKVError(f"cannot plot to {path}: {error}") from None
+    figure.savefig(path, dpi=110)
 
 
 def _cache_bytes(axes: Axes, result: ReplayResult) -> None:

@@ -25,7 +25,7 @@ class Steps(NamedTuple):
     kv_bytes: int
     """KV bytes that the first of these steps read for decoding."""
     num_prefill_tokens: int
-    """Prompt tokens computed in these steps; 0 for pure decode steps."""
+    """Prompt tokens that each of these steps computed; 0 for pure decode steps."""
 
 
 class Sample(NamedTuple):

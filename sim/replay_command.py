@@ -23,7 +23,7 @@ from pagedkv.sim.options import (
     share,
     write_whole,
 )
-from pagedkv.sim.plot import plot_replay
+from pagedkv.sim.plot import plot_replay, require_plottable
 from pagedkv.sim.replay import ReplayResult, ReplaySetup, run_replay
 from pagedkv.sim.report import hits_document, milliseconds, replay_document, to_json
 from pagedkv.sim.step_time import Efficiency
@@ -45,7 +45,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "trace", nargs="?", default=BUILT_IN, help=f"Mooncake JSONL (.gz, .zst) or {BUILT_IN} (default)"
     )
-    parser.add_argument("--limit", type=at_least(1), help="first N requests only (chat-long: how many)")
+    parser.add_argument(
+        "--limit", type=at_least(1, most=10_000_000), help="first N requests only (chat-long: how many)"
+    )
     parser.add_argument("--speed", type=positive, default=1.0, help="arrivals this many times as fast")
     parser.add_argument("--seed", type=at_least(0), default=0, help=f"seed of {BUILT_IN}")
     parser.add_argument(
@@ -68,7 +70,10 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--num-blocks", type=at_least(1), help="blocks in the pool (default: what fits)")
     group.add_argument(
-        "--max-batch", type=at_least(1), default=256, help="sequences at once (default %(default)s)"
+        "--max-batch",
+        type=at_least(1, most=1_000_000),
+        default=256,
+        help="sequences at once (default %(default)s)",
     )
     group.add_argument(
         "--token-budget", type=at_least(1), default=2048, help="tokens per step (default %(default)s)"
@@ -112,6 +117,8 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     require_writable(args.json, args.timeline, args.plot)
+    if args.plot:
+        require_plottable(args.plot)
     if args.hits_only:
         if args.timeline or args.plot:
             raise PagedKVError("--hits-only has no time: no --timeline and no --plot")

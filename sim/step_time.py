@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,8 +39,10 @@ class Efficiency:
         for name in ("weights", "kv", "compute"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise SpecError(f"efficiency {name} must be in (0, 1], got {getattr(self, name)}")
-        if self.launch_s_per_layer < 0:
-            raise SpecError(f"launch_s_per_layer must not be negative, got {self.launch_s_per_layer}")
+        if not 0.0 <= self.launch_s_per_layer < math.inf:
+            raise SpecError(
+                f"launch_s_per_layer must be finite and not negative, got {self.launch_s_per_layer}"
+            )
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ class StepTimeModel:
     def from_rates(
         cls, weight_bytes: float, bandwidth: float, spec: KVCacheSpec | None = None
     ) -> StepTimeModel:
-        """Bandwidth alone, reached in full: no launch cost, no compute."""
+        """Bandwidth alone, reached in full: no launch cost, no compute; ``SpecError`` unless above 0."""
+        if not (0.0 < weight_bytes < math.inf and 0.0 < bandwidth < math.inf):
+            raise SpecError(f"weights and bandwidth must be above 0, got {weight_bytes} and {bandwidth}")
         groups = kv_groups(spec) if spec else ()
         return cls(0.0, bandwidth, bandwidth, float("inf"), weight_bytes, kv_groups=groups)
 

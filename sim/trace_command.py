@@ -29,7 +29,10 @@ def run_download(args: argparse.Namespace) -> int:
     with progress(f"downloading {args.name}", known.num_bytes) as update:
         path = download(args.name, args.dir, url=args.url, progress=lambda done, total: update(done))
     out = console()
-    out.print(f"{path}: {human_bytes(known.num_bytes)}, SHA-256 as expected. {known.licence}.", markup=False)
-    out.print(f"Cite: {known.citation}", markup=False)
-    out.print(f"Replay it: pagedkv replay {path}", markup=False)
+    for line in (
+        f"{path}: {human_bytes(known.num_bytes)}, SHA-256 as expected. {known.licence}.",
+        f"Cite: {known.citation}",
+        f"Replay it: pagedkv replay {path}",
+    ):
+        out.print(line, markup=False, soft_wrap=True)
     return 0

@@ -378,9 +378,7 @@ def lengths_case(
 
 def test_a_prompt_that_ends_exactly_with_its_budget_pays_for_its_first_token() -> None:
     """Three full chunks in a row: the last one goes through the output head, the others do not."""
-    case = lengths_case(
-        [30], [1], num_blocks=20, config=EngineConfig(max_batch=1, token_budget=10), bound="compute"
-    )
+    case = lengths_case([30], [1], num_blocks=20, config=EngineConfig(1, 10, interval_s=1e6), bound="compute")
     records, slow = case.engine().run(), case.slow_engine()
     slow.run()
     assert_close(records.first_token_s, [slow.requests[0].token_times[0]])
@@ -569,6 +567,8 @@ def test_an_idle_engine_waits_for_the_next_arrival() -> None:
         {"interval_s": -1.0},
         {"interval_s": float("nan")},
         {"interval_s": float("inf")},
+        {"interval_s": 1e-9},
+        {"interval_s": 1e12},
     ],
 )
 def test_settings_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
@@ -577,7 +577,7 @@ def test_settings_that_cannot_work_are_refused(options: dict[str, Any]) -> None:
         EngineConfig(**options)
 
 
-@pytest.mark.parametrize("interval", [1e-300, 1e-9, 1e12])
+@pytest.mark.parametrize("interval", [1e-3, 1.0, 1e9])
 def test_any_reasonable_interval_is_served(interval: float) -> None:
     """A sample at every step, or none but the last."""
     case = lengths_case([40], [20], num_blocks=20, config=EngineConfig(interval_s=interval))
@@ -587,7 +587,7 @@ def test_any_reasonable_interval_is_served(interval: float) -> None:
 # ---------------------------------------------------------------- the arithmetic of jumps
 
 seconds_range = st.floats(0.0, 1e6)
-first_range = st.floats(1e-4, 10.0)
+first_range = st.floats(1e-3, 10.0)
 growth_range = st.one_of(st.just(0.0), st.floats(1e-12, 1.0))
 
 
@@ -632,7 +632,7 @@ def test_ten_times_the_tokens_take_no_more_iterations(spec: KVCacheSpec) -> None
             [20] * 5,
             [n * factor for n in outputs],
             num_blocks=20_000,
-            config=EngineConfig(interval_s=1e12),
+            config=EngineConfig(interval_s=1e9),
             spec=spec,
         )
         engine = case.engine()

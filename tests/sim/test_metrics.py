@@ -181,13 +181,13 @@ class TestATinyRun:
         """5, 6, 7 slots in two blocks, then nothing: the eighth token is taken and given up in one step."""
         _, records = self.run()
         seen = {s.time_s: (s.active_blocks, s.used_slots) for s in records.samples}
-        assert seen == {0.5: (0, 0), 1.5: (2, 5), 2.5: (2, 6), 3.5: (2, 7), 4.5: (0, 0)}
+        assert seen == {0.0: (0, 0), 0.5: (0, 0), 1.5: (2, 5), 2.5: (2, 6), 3.5: (2, 7), 4.5: (0, 0)}
 
     def test_means_are_over_time(self) -> None:
-        """0 for the first second, 2 blocks for the other three; 5 + 6 + 7 slots of 24."""
+        """0 for the first 1.5 seconds, 2 blocks for the other three; 5 + 6 + 7 slots of 24."""
         use = self.run()[0].use
-        assert use.mean_active_blocks == pytest.approx(6 / 4)
-        assert use.mean_used_slots == pytest.approx(18 / 4)
+        assert use.mean_active_blocks == pytest.approx(6 / 4.5)
+        assert use.mean_used_slots == pytest.approx(18 / 4.5)
         assert use.mean_fragmentation == pytest.approx(1 - 18 / 24)
         assert use.peak_active_blocks == 2
 
