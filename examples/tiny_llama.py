@@ -168,8 +168,10 @@ class ContiguousCache:
 # -- (c) the paged cache
 
 
-def prefill(model: TinyLlama, cache: PagedKVCache, seq_id: Hashable, prompt: Sequence[int]) -> Tensor | None:
-    """Open a sequence and run the part of its prompt that is not cached.
+def prefill(
+    model: TinyLlama, cache: PagedKVCache, seq_id: Hashable, prompt: Sequence[int], chunk_size: int = 512
+) -> Tensor | None:
+    """Open a sequence and run the part of its prompt that is not cached, in chunks.
 
     Returns the logits [n, vocab] of that part (the last row says what follows the prompt), or None if
     the prompt does not fit now: try again when another sequence has been closed.
@@ -177,25 +179,28 @@ def prefill(model: TinyLlama, cache: PagedKVCache, seq_id: Hashable, prompt: Seq
     opened = cache.open(seq_id, prompt)
     if opened is None:
         return None
-    rest = prompt[opened.num_cached_tokens :]
-    logits = run_chunk(model, cache, seq_id, rest)
-    cache.commit(seq_id, rest)
-    return logits
+    logits = []
+    for start in range(opened.num_cached_tokens, len(prompt), chunk_size):
+        chunk = prompt[start : start + chunk_size]
+        logits.append(run_chunk(model, cache, seq_id, chunk, start))
+        cache.commit(seq_id, chunk)
+    return torch.cat(logits)
 
 
-def run_chunk(model: TinyLlama, cache: PagedKVCache, seq_id: Hashable, tokens: Sequence[int]) -> Tensor:
-    """Write the last ``len(tokens)`` slots of a sequence; each token sees all that come before it.
+def run_chunk(
+    model: TinyLlama, cache: PagedKVCache, seq_id: Hashable, tokens: Sequence[int], start: int
+) -> Tensor:
+    """Run and write the tokens at position ``start`` and on; each token sees all that come before it.
 
     The prefill of a prompt, and also the check of drafts: ``append`` them, run them, ``truncate`` what is
     rejected, ``commit`` what is accepted.
     """
-    stop = cache.num_tokens(seq_id)
-    start = stop - len(tokens)
-    slots = cache.slots(seq_id, start)
+    stop = start + len(tokens)
+    slots = cache.slots(seq_id, start, stop)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.write(layer, k, v, slots)
-        stored = cache.gather(seq_id, layer)
+        stored = cache.gather(seq_id, layer, stop)
         return causal_attention(q, stored.k.to(q.dtype), stored.v.to(q.dtype))
 
     return model.forward(tokens, torch.arange(start, stop), attend)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagedkv.block_pool import FREE, NO_BLOCKS, BlockPool
+from pagedkv.block_pool import CACHED, FREE, NO_BLOCKS, BlockPool
 from pagedkv.errors import SequenceError
 from pagedkv.events import EventLog
 from pagedkv.eviction import LRUOrder
@@ -40,19 +40,42 @@ class BlockCache:
         self.num_copied = 0
         self._copies: dict[int, int] = {}
 
-    def acquire(self, num_new: int, shared: Int32Array = NO_BLOCKS) -> Int32Array:
-        """Take references on ``shared`` and ``num_new`` new blocks, evicting exactly the shortfall."""
-        shortfall = num_new - self.pool.num_free
-        victims = self.order.first(shortfall, keep=shared) if shortfall > 0 else NO_BLOCKS
+    def acquire(
+        self, num_new: int, shared: Int32Array = NO_BLOCKS, doomed: Int32Array = NO_BLOCKS
+    ) -> Int32Array:
+        """Take references on ``shared`` and ``num_new`` new blocks, evicting exactly the shortfall.
+
+        ``doomed`` cached blocks, children first, are evicted in any case, and before any other.
+        """
+        victims = self._victims(max(0, num_new - self.pool.num_free), shared, doomed)
         new = self.pool.acquire(num_new, shared, victims)
-        if len(victims):
+        try:
             self.forget(victims)
-            self.order.discard(victims)
-            self._drop_copies(victims)
-            self.num_evicted += len(victims)
-        if len(shared):
-            self.order.discard(shared)
+        except BaseException:
+            for ids in (new[::-1], shared):
+                self.pool.release(ids, self.index.indexed[ids])
+            raise
+        self.order.discard(victims)
+        self.order.discard(shared)
+        self.num_evicted += len(victims)
+        if len(doomed) > len(victims):
+            self._evict(doomed[len(victims) :])
         return new
+
+    def _victims(self, count: int, shared: Int32Array, doomed: Int32Array) -> Int32Array:
+        """The blocks to evict for ``count`` new ones: the doomed, then the least recently used."""
+        if count <= len(doomed):
+            return doomed[:count]
+        if not len(doomed):
+            return self.order.first(count, keep=shared)
+        others = self.order.first(count - len(doomed), keep=np.concatenate([shared, doomed]))
+        return np.concatenate([doomed, others])
+
+    def _evict(self, ids: Int32Array) -> None:
+        self.forget(ids)
+        self.order.discard(ids)
+        self.pool.evict(ids)
+        self.num_evicted += len(ids)
 
     def release(self, ids: Int32Array) -> None:
         """Drop one reference each, deepest block first, so that children are evicted before parents.
@@ -95,11 +118,12 @@ class BlockCache:
         known = self.index.match(tokens, extra, parent)
         n = len(known)
         held = np.concatenate([known, ids[n:]])
+        theirs = known[known != ids[:n]]
+        if len(theirs):
+            self.pool.acquire(0, shared=theirs)
+            self.order.discard(theirs)
         if n < len(ids):
             self._insert(ids[n:], tokens[n:], extra[n:], int(known[-1]) if n else parent)
-        if n:
-            self.pool.acquire(0, shared=known)
-            self.order.discard(known)
         return held
 
     def _insert(self, ids: Int32Array, tokens: Int32Array, extra: Int32Array, parent: int) -> None:
@@ -111,24 +135,25 @@ class BlockCache:
             self.events.stored(ids, tokens, keys, parent)
 
     def forget(self, ids: Int32Array) -> None:
-        """Remove blocks from the index, children first, and their extra keys with them."""
-        if self.events is not None:
-            self.events.removed(ids)
+        """Remove blocks from the index, and their extra keys with them."""
+        if not len(ids):
+            return
+        self.index.remove(ids)
         if len(self.extra_keys):
             extra = self.index.extra[ids]
             for extra_id in extra[extra > 0].tolist():
                 self.extra_keys.drop(extra_id)
-        self.index.remove(ids)
+        if self.events is not None:
+            self.events.removed(ids)
+
+    def idle_behind(self, blocks: Int32Array) -> Int32Array | None:
+        """All content that builds on these blocks, children first; None if a fence holds some of it."""
+        ids = self.index.behind(blocks)
+        return ids if (self.pool.state[ids] == CACHED).all() else None
 
     def is_shared(self, ids: Int32Array) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
         """Which blocks somebody else can see: another sequence, or a later one through the index."""
         return self.index.indexed[ids] | (self.pool.ref_count[ids] > 1)
-
-    def can_become_private(self, block: int, num_holders: int) -> bool:
-        """Tell whether ``num_holders`` are all that hold the block, and nothing cached builds on it."""
-        if int(self.pool.ref_count[block]) != num_holders:
-            return False
-        return not self.index.indexed[block] or self.index.is_leaf(block)
 
     def replace(self, old: Int32Array, new: Int32Array) -> None:
         """Let ``new`` blocks take the place of shared tails: note the copies, give up the old ones."""

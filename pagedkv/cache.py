@@ -157,9 +157,10 @@ class PagedKVCache:
         """Contiguous keys and values of a sequence up to position ``stop`` (default: its end)."""
         length = self.num_tokens(seq_id)
         stop = length if stop is None else stop
-        if not 0 <= stop <= length:
+        whole = isinstance(stop, (int, np.integer)) and not isinstance(stop, bool)
+        if not whole or not 0 <= stop <= length:
             raise SequenceError(f"position {stop} is outside sequence {seq_id!r} of {length} tokens")
-        return self.storage.gather(layer, self.manager.tables.block_ids(seq_id), stop)
+        return self.storage.gather(layer, self.manager.tables.block_ids(seq_id), int(stop))
 
     def stats(self) -> ManagerStats:
         """Snapshot; bytes by ``cache.stats().bytes(cache.storage.spec)``."""

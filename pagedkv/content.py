@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedkv.errors import PagedKVError
-from pagedkv.namespace import ExtraKeys, Media, Namespace, extra_keys_by_block
+from pagedkv.namespace import ExtraKeys, Media, Namespace, extra_keys_by_block, require_media
 from pagedkv.page_table import Int32Array
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -36,11 +36,14 @@ class SequenceExtra(NamedTuple):
             return self
         new = tuple(media)
         for item in new:
-            if isinstance(item.offset, int) and item.offset < start:
+            require_media(item, stop)
+            if item.offset < start:
                 raise PagedKVError(
                     f"media {item.content_id!r} starts at {item.offset}, before the {start} committed tokens"
                 )
-        return SequenceExtra.build(self.namespace, self.media + new, stop, block_size)
+        both = self.media + new
+        last = max([stop, *(item.offset + 1 for item in both)])
+        return SequenceExtra.build(self.namespace, both, last, block_size)
 
     def truncated(self, num_tokens: int, block_size: int) -> "SequenceExtra":
         """What is left when the sequence is cut to ``num_tokens``."""

@@ -200,9 +200,11 @@ class KVCacheManager:
             raise SequenceError(
                 f"cannot commit {len(ids)} more tokens of {seq_id!r}: {start} of its {length} are committed"
             )
+        extra = self._extra.get(row, NO_EXTRA).extended(media, start, stop, self.block_size)
+        if len(ids):
+            first, last = start // self.block_size, div_ceil(stop, self.block_size)
+            self._cache.require_copied(self.tables.blocks[row, first:last])
         if self.prefix_caching and len(ids):
-            old = self._extra.get(row, NO_EXTRA)
-            extra = old.extended(media, start, stop, self.block_size)
             self._commit_content(row, start, ids, extra)
         self._committed[row] = stop
 
@@ -219,9 +221,9 @@ class KVCacheManager:
         done = np.flatnonzero(start >= self.tables.seq_len[rows])
         if len(done):
             raise SequenceError(f"sequence {seq_ids[done[0]]!r} has no uncommitted token left")
+        blocks = self.tables.blocks[rows, start // self.block_size]
+        self._cache.require_copied(blocks)
         if self.prefix_caching:
-            blocks = self.tables.blocks[rows, start // self.block_size]
-            self._cache.require_copied(blocks)
             self._cache.index.tokens[blocks, start % self.block_size] = ids
             for row in rows[(start + 1) % self.block_size == 0].tolist():
                 first = int(self._committed[row]) // self.block_size
@@ -246,6 +248,8 @@ class KVCacheManager:
         if not self.tables.num_free_rows:
             return False
         blocks = self.tables.block_ids(seq_id)
+        if committed < length:
+            self._cache.require_copied(blocks[-1:])
         child, none = self._add_sequence(child_id, self._extra.get(row, NO_EXTRA), 0, blocks)
         self.tables.fill(child, blocks, none, length)
         self._committed[child] = committed
@@ -259,9 +263,10 @@ class KVCacheManager:
         """
         row = self.tables.row(seq_id)
         length = int(self.tables.seq_len[row])
-        if isinstance(num_tokens, bool) or not 0 <= operator.index(num_tokens) <= length:
+        whole = isinstance(num_tokens, (int, np.integer)) and not isinstance(num_tokens, bool)
+        if not whole or not 0 <= num_tokens <= length:
             raise SequenceError(f"cannot truncate sequence {seq_id!r} of {length} tokens to {num_tokens}")
-        num_tokens = operator.index(num_tokens)
+        num_tokens = int(num_tokens)
         extra = self._extra.get(row, NO_EXTRA).truncated(num_tokens, self.block_size)
         keep, had = div_ceil(num_tokens, self.block_size), self.tables.num_blocks(row)
         self._cache.release(self.tables.blocks[row, keep:had][::-1].copy())
@@ -406,41 +411,52 @@ class KVCacheManager:
         self._require_fits(int(lens.max(initial=0)) + num_tokens)
         have, need = -(-lens // self.block_size), -(-(lens + num_tokens) // self.block_size)
         grow = need - have
-        copied, private = NO_BLOCKS, NO_BLOCKS
-        if self._maybe_shared and num_tokens:
-            copied, private = self._shared_tails(rows, lens)
-        total = int(grow.sum()) + len(copied)
-        if total > self._cache.pool.num_available:
+        tails = self._shared_tails(rows, lens) if self._maybe_shared and num_tokens else _NO_TAILS
+        available, doomed = self._cache.pool.num_available, NO_BLOCKS
+        total = int(grow.sum()) + len(tails.copied)
+        if total - len(tails.burdened) <= available < total:
+            # Cached content that builds on our own tails alone must not keep us from growing for ever.
+            behind = self._cache.idle_behind(tails.burdened)
+            if behind is not None:
+                doomed, tails = behind, tails.unburdened()
+                total = int(grow.sum()) + len(tails.copied)
+        if total > available:
             return False
+        copied = tails.copied
         grown_rows = np.repeat(rows, grow)
         columns = np.repeat(have - np.cumsum(grow) + grow, grow) + np.arange(len(grown_rows))
-        if total:
-            new = self._cache.acquire(total)
+        if total or len(doomed):
+            new = self._cache.acquire(total, doomed=doomed)
             self.tables.blocks[grown_rows, columns] = new[len(copied) :]
         if len(copied):
-            tails = rows[copied], have[copied] - 1
-            old = self.tables.blocks[tails]
-            self.tables.blocks[tails] = new[: len(copied)]
+            places = rows[copied], have[copied] - 1
+            old = self.tables.blocks[places]
+            self.tables.blocks[places] = new[: len(copied)]
             self._cache.replace(old, new[: len(copied)])
-        if len(private):
-            self._cache.forget(private)
+        if len(tails.private):
+            self._cache.forget(tails.private)
         self.tables.seq_len[rows] += num_tokens
         return True
 
-    def _shared_tails(self, rows: Int64Array, lens: Int64Array) -> tuple[Int32Array, Int32Array]:
-        """Partial tails that others can see: which ``rows`` must copy theirs, and blocks to un-index.
+    def _shared_tails(self, rows: Int64Array, lens: Int64Array) -> "_Tails":
+        """Partial tails that others can see. Only a fork or a truncation makes one (``_maybe_shared``).
 
-        If all holders of a tail grow in this batch and nothing cached builds on it, the last of them
-        keeps it. Only a fork or a truncation makes such tails; ``_maybe_shared`` holds those rows.
+        If all holders of a tail grow in this batch and nothing cached builds on it, the last keeps it.
         """
+        pool, index = self._cache.pool, self._cache.index
         partial = lens % self.block_size != 0
         tails = self.tables.blocks[rows, np.where(partial, lens // self.block_size, 0)]
         copied = np.flatnonzero(partial & self._cache.is_shared(tails)).astype(np.int32)
         unique, last, holders = np.unique(tails[copied][::-1], return_index=True, return_counts=True)
-        keep = [self._cache.can_become_private(int(b), int(n)) for b, n in zip(unique, holders, strict=True)]
-        kept = unique[keep]
-        copied = np.delete(copied, len(copied) - 1 - last[keep])
-        return copied, kept[self._cache.index.indexed[kept]]
+        sole = pool.ref_count[unique] == holders
+        leaf = np.array([not index.indexed[b] or index.is_leaf(int(b)) for b in unique], np.bool_)
+        private = unique[sole & leaf]
+        return _Tails(
+            copied=np.delete(copied, len(copied) - 1 - last[sole & leaf]),
+            private=private[index.indexed[private]],
+            burdened=unique[sole & ~leaf],
+            burdened_rows=copied[len(copied) - 1 - last[sole & ~leaf]],
+        )
 
     def _commit_content(self, row: int, start: int, tokens: Int32Array, extra: SequenceExtra) -> None:
         """Store committed tokens, and share the blocks that they fill; nobody else holds those blocks."""
@@ -448,7 +464,6 @@ class KVCacheManager:
         stop = start + len(tokens)
         blocks = self.tables.blocks[row]
         ids = blocks[first : div_ceil(stop, self.block_size)].copy()
-        self._cache.require_copied(ids)
         content: Int32Array = np.zeros((len(ids), self.block_size), np.int32)
         flat = content.reshape(-1)
         flat[:offset] = self._cache.index.tokens[ids[0], :offset]
@@ -502,6 +517,27 @@ class KVCacheManager:
         holders, columns = np.nonzero(self.tables.blocks[rows, :width] == block)
         reached = lens[holders] - columns * self.block_size
         return int(np.minimum(reached, self.block_size).max())
+
+
+class _Tails(NamedTuple):
+    """Shared partial tails of a batch."""
+
+    copied: Int32Array
+    """Which rows of the batch must copy theirs."""
+    private: Int32Array
+    """Indexed blocks that their last holder keeps, so that they leave the index."""
+    burdened: Int32Array
+    """Blocks that would be private if nothing cached built on them."""
+    burdened_rows: Int32Array
+    """The last holder of each of those, among ``copied``."""
+
+    def unburdened(self) -> "_Tails":
+        """The same once nothing builds on the burdened blocks any more."""
+        copied = self.copied[~np.isin(self.copied, self.burdened_rows)]
+        return _Tails(copied, np.concatenate([self.private, self.burdened]), NO_BLOCKS, NO_BLOCKS)
+
+
+_NO_TAILS = _Tails(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 
 
 class _Counters:

@@ -115,14 +115,15 @@ def extra_keys_by_block(
     first = None if namespace == Namespace() else namespace
     starts: dict[int, list[tuple[int, str]]] = {}
     for item in media:
-        _require_media(item, num_tokens)
+        require_media(item, num_tokens)
         starts.setdefault(item.offset // block_size, []).append((item.offset % block_size, item.content_id))
     if first is not None:
         starts.setdefault(0, [])
-    return {i: (first if i == 0 else None, tuple(sorted(items))) for i, items in sorted(starts.items())}
+    return {i: (first if i == 0 else None, tuple(sorted(set(items)))) for i, items in sorted(starts.items())}
 
 
-def _require_media(item: Media, num_tokens: int) -> None:
+def require_media(item: Media, num_tokens: int) -> None:
+    """Refuse what is no ``Media``, or starts outside the first ``num_tokens`` positions."""
     if not isinstance(item, Media):
         raise PagedKVError(f"media must be Media(offset, content_id), got {item!r}")
     if type(item.offset) is not int or not isinstance(item.content_id, str):

@@ -120,11 +120,11 @@ class PrefixIndex:
         self._position[ids] = np.arange(run.length - len(ids), run.length)
 
     def remove(self, ids: Int32Array) -> None:
-        """Forget blocks, children before their parents. Cost: O(n) as arrays, O(1) per run touched."""
-        self.indexed[ids] = False
-        self._size -= len(ids)
+        """Forget blocks whose children are forgotten too. Cost: O(n) as arrays, O(1) per run touched."""
         numbers = self._run_of[ids]
         stops = [*(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(ids)]
+        self.indexed[ids] = False
+        self._size -= len(ids)
         start = 0
         for stop in stops:
             run = self._runs[int(numbers[start])]
@@ -133,6 +133,24 @@ class PrefixIndex:
             if not run.length and run.parent is not None:
                 run.parent.children -= 1
                 del self._runs[run.number], self._children[run.key]
+
+    def behind(self, blocks: Int32Array) -> Int32Array:
+        """All indexed blocks that continue any of ``blocks``, children first. Cost: O(runs)."""
+        cut = {int(self._run_of[block]): int(self._position[block]) + 1 for block in blocks}
+        below: dict[int, list[_Run]] = {}
+        for run in self._runs.values():
+            if run.parent is not None:
+                below.setdefault(run.parent.number, []).append(run)
+        found: list[Int32Array] = []
+
+        def visit(run: _Run, at: int) -> None:
+            for child in below.get(run.number, []):
+                visit(child, 0)
+            found.append(run.ids[at : run.length][::-1])
+
+        for number, at in cut.items():
+            visit(self._runs[number], at)
+        return np.concatenate(found)
 
     def chains(self) -> Iterator[tuple[int, Int32Array]]:
         """Every run as (id of the block before it, its ids): the whole tree, for checks and exports."""

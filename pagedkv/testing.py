@@ -85,8 +85,15 @@ class ReferenceManager:
     def step(self, seq_ids: Sequence[Hashable], count: int) -> bool:
         """Grow every sequence, or none and False."""
         seqs = [self.seqs[seq_id] for seq_id in seq_ids]
-        copies, private = self._shared_tails(seqs) if count else ([], [])
         grow = [self._blocks_for(s.length + count) - len(s.blocks) for s in seqs]
+        copies, private, burdened = self._shared_tails(seqs) if count else ([], [], [])
+        available = self.free + len(self.cached)
+        total = sum(grow) + len(copies)
+        behind = {path for block in burdened for path in self._behind(block)}
+        idle = not any(self.by_path[path].refs for path in behind)
+        if total - len(burdened) <= available < total and idle:
+            self._evict(behind)
+            copies, private, _ = self._shared_tails(seqs)
         if sum(grow) + len(copies) > self.free + len(self.cached):
             return False
         fresh = self._take(sum(grow) + len(copies))
@@ -147,21 +154,33 @@ class ReferenceManager:
     def _blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self.block_size - 1) // self.block_size
 
-    def _shared_tails(self, seqs: list[_Sequence]) -> tuple[list[_Sequence], list[_Block]]:
-        """Sequences that must copy their partial tail, and tails that the last of their holders keeps."""
+    def _shared_tails(self, seqs: list[_Sequence]) -> tuple[list[_Sequence], list[_Block], list[_Block]]:
+        """Sequences that must copy their partial tail, tails that the last of their holders keeps, and
+        tails that it would keep if nothing cached built on them.
+        """
         partial = [s for s in seqs if s.length % self.block_size]
         copies = [s for s in partial if s.blocks[-1].refs > 1 or s.blocks[-1].path is not None]
-        kept = []
+        kept, burdened = [], []
         for block in {id(s.blocks[-1]): s.blocks[-1] for s in copies}.values():
             holders = [s for s in copies if s.blocks[-1] is block]
-            if len(holders) == block.refs and not self._has_children(block):
+            if len(holders) == block.refs and self._behind(block):
+                burdened.append(block)
+            elif len(holders) == block.refs:
                 copies.remove(holders[-1])
                 kept.append(block)
-        return copies, kept
+        return copies, kept, burdened
 
-    def _has_children(self, block: _Block) -> bool:
+    def _behind(self, block: _Block) -> list[Path]:
         path = block.path
-        return path is not None and any(len(p) > len(path) and p[: len(path)] == path for p in self.by_path)
+        if path is None:
+            return []
+        return [p for p in self.by_path if len(p) > len(path) and p[: len(path)] == path]
+
+    def _evict(self, paths: set[Path]) -> None:
+        for path in paths:
+            self.cached.remove(self.by_path.pop(path))
+            self.evicted += 1
+            self.free += 1
 
     def _take(self, count: int) -> list[_Block]:
         for _ in range(count - self.free):

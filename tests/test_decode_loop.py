@@ -130,6 +130,18 @@ def test_paged_cache_decodes_what_scratch_decodes(
     cache.manager.check_invariants()
 
 
+@every_block_size
+@pytest.mark.parametrize("chunk_size", [1, 7, 16, 50])
+def test_prompt_run_in_chunks_gives_the_logits_of_the_whole(block_size: int, chunk_size: int) -> None:
+    """Chunks may end anywhere in a block; what is committed of them is shared before the last has run."""
+    cache = make_cache(200, block_size)
+    logits = tiny_llama.prefill(MODEL, cache, "a", PROMPT, chunk_size)
+    assert logits is not None
+    assert_equal_logits(logits, tiny_llama.full_forward(MODEL, PROMPT))
+    assert_follows(cache, "a", PROMPT, random_tokens(5, seed=33))
+    assert len(prefill(cache, "b", PROMPT)) == 50 - 49 // block_size * block_size
+
+
 def test_fp64_model_is_off_by_the_rounding_of_an_fp32_cache_only() -> None:
     """In fp64 nothing but the storage rounds, which shows that the fp32 tolerance hides no mistake."""
     model = tiny_llama.TinyLlama(dtype=torch.float64)
@@ -342,8 +354,9 @@ def test_rejected_drafts_leave_no_trace(block_size: int) -> None:
         # a draft of 1..6 tokens, of which the first few are right
         right = min(rng.randint(0, 5), len(follow) - done - 1)
         draft = [*follow[done : done + right], *random_tokens(rng.randint(1, 5), seed=done)]
+        start = cache.num_tokens("a")
         assert cache.append("a", len(draft))
-        logits = tiny_llama.run_chunk(MODEL, cache, "a", draft)
+        logits = tiny_llama.run_chunk(MODEL, cache, "a", draft, start)
         if right:
             assert_equal_logits(logits[:right], want[done : done + right])
         cache.truncate("a", len(prompt) + done + right)
@@ -362,22 +375,32 @@ def test_rejected_drafts_leave_no_trace(block_size: int) -> None:
     assert_equal_logits(logits, tiny_llama.full_forward(MODEL, second)[-len(logits) :])
 
 
+@pytest.mark.parametrize("held", [True, False], ids=["held by another", "held by nobody else"])
 @pytest.mark.parametrize("keep", [17, 20, 31, 32, 33])
-def test_truncated_cached_block_is_copied_not_changed(keep: int) -> None:
-    """After a cut into cached blocks and other tokens, the cached prefix still serves the first prompt."""
+def test_cached_prefix_that_others_can_see_outlives_a_cut_into_it(keep: int, held: bool) -> None:
+    """After a cut into cached blocks and other tokens, the first prompt still gets its own logits.
+
+    What somebody holds, or what cached blocks build on, is copied and still hit; the last cached block of
+    one sequence alone (33 tokens are left of its 48) is written in place and run again.
+    """
     prompt = random_tokens(50, seed=25)
     cache = make_cache()
     prefill(cache, "a", prompt)
+    if held:
+        assert len(prefill(cache, "other", prompt)) == 2
     cache.truncate("a", keep)
     other = random_tokens(40, seed=26)
     assert_follows(cache, "a", prompt[:keep], other)
-    assert cache.stats().copied_blocks == (1 if keep % 16 else 0)
+    in_place = keep == 33 and not held
+    assert cache.stats().copied_blocks == (0 if in_place or keep % 16 == 0 else 1)
 
     logits = prefill(cache, "b", prompt)
-    assert len(logits) == 2
-    assert_equal_logits(logits, tiny_llama.full_forward(MODEL, prompt)[-2:])
+    assert len(logits) == (18 if in_place else 2)
+    assert_equal_logits(logits, tiny_llama.full_forward(MODEL, prompt)[-len(logits) :])
     assert_follows(cache, "b", prompt, random_tokens(20, seed=27))
     assert_follows(cache, "a", [*prompt[:keep], *other], random_tokens(5, seed=28))
+    if held:
+        assert_follows(cache, "other", prompt, random_tokens(5, seed=32))
     cache.manager.check_invariants()
 
 

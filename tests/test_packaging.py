@@ -28,7 +28,9 @@ def python(code: str, **environment: str) -> str:
 
 def test_import_does_not_import_torch() -> None:
     """The manager and the whole simulator start without torch."""
-    code = "import sys, pagedkv.testing, pagedkv.sim.cli as c; c.build_parser(); print('torch' in sys.modules)"
+    code = (
+        "import sys, pagedkv.testing, pagedkv.sim.cli as c; c.build_parser(); print('torch' in sys.modules)"
+    )
     assert python(code) == "False"
 
 

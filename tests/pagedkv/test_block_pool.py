@@ -84,17 +84,17 @@ MISUSE: dict[str, tuple[Callable[[], BlockPool], Callable[[BlockPool], object], 
     ),
     "release_floats": (
         mixed_pool,
-        lambda p: p.release(np.array([1.0, 2.0]), np.ones(2, np.bool_)),  # type: ignore[arg-type]
+        lambda p: p.release(np.array([1.0, 2.0]), np.ones(2, np.bool_)),
         r"must be integers .* got float64 \(2,\)",
     ),
     "release_an_id_that_wraps_to_a_good_one": (
         mixed_pool,
-        lambda p: p.release(np.array([2**32 + 1]), np.ones(1, np.bool_)),  # type: ignore[arg-type]
+        lambda p: p.release(np.array([2**32 + 1]), np.ones(1, np.bool_)),
         r"fit int32, got 4294967297\.\.4294967297",
     ),
     "share_an_id_that_wraps_to_a_good_one": (
         mixed_pool,
-        lambda p: p.acquire(1, np.array([1 - 2**32])),  # type: ignore[arg-type]
+        lambda p: p.acquire(1, np.array([1 - 2**32])),
         "fit int32, got -4294967295",
     ),
     "share_a_free_block": (mixed_pool, lambda p: p.acquire(1, ids(1, 6)), "share block 6: it is free"),

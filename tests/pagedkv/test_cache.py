@@ -6,12 +6,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import pagedkv
-from pagedkv import KVCacheSpec, NeverFits, PagedKVCache, PagedKVError, SequenceError
+from pagedkv import (
+    KVCacheManager,
+    KVCacheSpec,
+    Media,
+    Namespace,
+    NeverFits,
+    PagedKVCache,
+    PagedKVError,
+    SequenceError,
+)
 from pagedkv.attention import paged_attention
 from pagedkv.page_table import NULL_BLOCK, PAD_SLOT, SeqId
 from pagedkv.quantization import dequantize, quantize
@@ -37,13 +47,8 @@ every_growth = pytest.mark.parametrize("grow", GROW.values(), ids=GROW)
 
 
 def make(dtype: str = "fp32", layout: Layout = "HND", *, prefix_caching: bool = True) -> PagedKVCache:
-    return PagedKVCache(
-        KVCacheSpec(LAYERS, dtype, BLOCK_SIZE),
-        NUM_BLOCKS,
-        layout=layout,
-        max_seqs=MAX_SEQS,
-        prefix_caching=prefix_caching,
-    )
+    manager = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE, max_seqs=MAX_SEQS, prefix_caching=prefix_caching)
+    return PagedKVCache(KVCacheSpec(LAYERS, dtype, BLOCK_SIZE), NUM_BLOCKS, layout=layout, manager=manager)
 
 
 def vectors(layer: int, n: int, seed: int) -> KVPair:
@@ -69,7 +74,7 @@ def fill(cache: PagedKVCache, seq_id: SeqId, tokens: Sequence[int], seed: int = 
 
 def contents(cache: PagedKVCache, seq_id: SeqId, num_tokens: int) -> list[Tensor]:
     """The first tokens of a sequence, keys and values of every layer."""
-    return [x[:num_tokens] for layer in range(len(LAYERS)) for x in cache.gather(seq_id, layer)]
+    return [x for layer in range(len(LAYERS)) for x in cache.gather(seq_id, layer, num_tokens)]
 
 
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
@@ -132,7 +137,7 @@ def test_writing_to_a_fork_leaves_the_other_unchanged(dtype: str, grow: Grow) ->
         assert grow(cache, seq_id)
         write(cache, cache.slots(seq_id, 6), seed)
     for seed, seq_id in enumerate(("child", "parent"), 1):
-        length = cache.manager.tables.num_tokens(seq_id)
+        length = cache.num_tokens(seq_id)
         assert same(contents(cache, seq_id, 6), shared)
         for layer in range(len(LAYERS)):
             for got, new in zip(cache.gather(seq_id, layer), vectors(layer, length - 6, seed), strict=True):
@@ -169,19 +174,30 @@ def test_a_holder_that_does_not_grow_keeps_its_tail_to_itself() -> None:
     assert same([buffer[:, tail] for buffer in cache.storage.buffers], before)
 
 
-def test_growth_after_a_cut_into_a_cached_block_copies_it() -> None:
-    """A cached block is never written: a truncated sequence goes on in a copy of it."""
+@pytest.mark.parametrize("shared", ["by a sequence", "by a cached child", "by nobody"])
+def test_growth_after_a_cut_into_a_cached_block_changes_nothing_that_is_hit(shared: str) -> None:
+    """What others can see is copied; what nobody else can see leaves the cache and is written in place."""
     cache = make("int8")
-    fill(cache, "a", range(8))
+    fill(cache, "a", range(12 if shared == "by a cached child" else 8))
     before = contents(cache, "a", 8)
+    if shared == "by a sequence":
+        assert cache.open("other", [*range(8), 98]) == (9, 8)
     cache.truncate("a", 6)
     assert cache.append("a", 2)
     write(cache, cache.slots("a", 6), seed=1)
     assert same(contents(cache, "a", 6), [x[:6] for x in before])
     assert not same(contents(cache, "a", 8), before)
+    assert cache.stats().copied_blocks == (0 if shared == "by nobody" else 1)
 
-    assert cache.open("b", [*range(8), 99]) == (9, 8)
-    assert same(contents(cache, "b", 8), before)
+    hit = 4 if shared == "by nobody" else 8
+    assert cache.open("b", [*range(8), 99]) == (9, hit)
+    assert same(contents(cache, "b", hit), [x[:hit] for x in before])
+    cache.commit("a", [60, 61])
+    assert cache.open("c", [*range(6), 60, 61, 99]) == (9, 8)
+    assert same(contents(cache, "c", 8), contents(cache, "a", 8))
+
+
+# -- copies that wait, and copies that fail
 
 
 def test_no_copy_is_left_pending() -> None:
@@ -191,6 +207,67 @@ def test_no_copy_is_left_pending() -> None:
     assert cache.fork("a", "b")
     assert cache.step(["b"])
     assert len(cache.manager.take_copies().src) == 0
+
+
+def test_a_write_runs_the_copies_that_growth_through_the_manager_left() -> None:
+    """Whoever grows ``cache.manager`` itself loses no write to a copy that comes later."""
+    cache = make("int8")
+    fill(cache, "a", range(6))
+    assert cache.fork("a", "b")
+    before = contents(cache, "a", 6)
+    assert cache.manager.append("b")
+    assert len(cache.manager.pending_copies.src) == 1
+    write(cache, cache.slots("b", 6), seed=1)
+    assert len(cache.manager.pending_copies.src) == 0
+    assert same(contents(cache, "b", 6), before)
+    assert cache.step(["a"])
+    write(cache, cache.slots("a", 6), seed=2)
+    alone = make("int8")
+    fill(alone, "b", range(6))
+    assert alone.append("b")
+    write(alone, alone.slots("b", 6), seed=1)
+    assert same(contents(cache, "b", 7), contents(alone, "b", 7))
+
+
+@every_growth
+def test_a_copy_that_fails_stays_pending_and_the_data_is_right_afterwards(
+    grow: Grow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory in the copy: no commit passes it, and the next write, growth or commit finds it done."""
+    cache = make("int8")
+    fill(cache, "a", range(6))
+    assert cache.fork("a", "b")
+    before = contents(cache, "a", 6)
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.storage, "copy_blocks", fail)
+        with pytest.raises(MemoryError, match="injected"):
+            grow(cache, "b")
+        assert len(cache.manager.pending_copies.src) == 1
+        failed = state(cache)
+        with pytest.raises(MemoryError, match="injected"):
+            write(cache, cache.slots("b", 6), seed=1)
+        with pytest.raises(MemoryError, match="injected"):
+            cache.step(["a"])
+        cache.truncate("a", 6)
+        with pytest.raises(SequenceError, match="awaits its copy"):
+            cache.commit("b", [60])
+        with pytest.raises(SequenceError, match="awaits its copy"):
+            cache.commit_step(["b"], [60])
+        assert state(cache).buffers == failed.buffers
+    write(cache, cache.slots("b", 6), seed=1)
+    cache.commit("b", range(60, 60 + cache.num_tokens("b") - 6))
+    assert len(cache.manager.pending_copies.src) == 0
+    assert same(contents(cache, "a", 6), before) and same(contents(cache, "b", 6), before)
+    assert cache.step(["a"])
+    write(cache, cache.slots("a", 6), seed=2)
+    n = cache.num_tokens("b")
+    for layer in range(len(LAYERS)):
+        for got, new in zip(cache.gather("b", layer), vectors(layer, n - 6, seed=1), strict=True):
+            assert torch.equal(got[6:], dequantize(*quantize(new)))
 
 
 # -- batches
@@ -207,6 +284,8 @@ def test_batch_has_the_documented_shapes_and_dtypes() -> None:
     assert (batch.seq_lens.tolist(), batch.seq_lens.dtype) == ([10, 3], torch.int32)
     assert (batch.slot_mapping.shape, batch.slot_mapping.dtype) == ((2,), torch.int64)
     assert {x.device for x in batch} == {cache.storage.device}
+    assert (batch.positions.tolist(), batch.positions.dtype) == ([9, 2], torch.int64)
+    assert batch.positions.device == cache.storage.device
 
 
 def test_batch_pads_short_and_empty_sequences() -> None:
@@ -308,6 +387,33 @@ def test_gather_reads_a_shared_prefix() -> None:
     assert torch.equal(cache.gather("b", 1).k[8:], vectors(1, 2, seed=2).k)
 
 
+@every_dtype
+def test_gather_stops_where_it_is_told(dtype: str) -> None:
+    """The first ``stop`` tokens, anywhere in a block, are the first of the whole."""
+    cache = make(dtype)
+    fill(cache, "a", range(9))
+    for layer in range(len(LAYERS)):
+        whole = cache.gather("a", layer)
+        assert same(cache.gather("a", layer, 9), whole)
+        for stop in (0, 1, 4, 5, 8):
+            part = cache.gather("a", layer, stop)
+            assert same(part, [x[:stop] for x in whole])
+            assert part.k.is_contiguous() and part.v.is_contiguous()
+
+
+@pytest.mark.parametrize("stop", [np.uint8(3), np.uint64(3), True, 2.0, "3"], ids=repr)
+def test_gather_stops_at_whole_numbers_of_any_kind_and_at_nothing_else(stop: Any) -> None:
+    """Numpy integers are integers; bools, floats and strings raise ``SequenceError``."""
+    cache = make()
+    fill(cache, "a", range(9))
+    if isinstance(stop, np.integer):
+        kind: Any = stop
+        assert len(cache.gather("a", 0, kind).k) == 3
+    else:
+        with pytest.raises(SequenceError):
+            cache.gather("a", 0, stop)
+
+
 def test_gather_of_an_empty_sequence_is_empty() -> None:
     """No tokens give tensors of zero tokens, with the shapes of the layer."""
     cache = make()
@@ -347,6 +453,25 @@ MISUSE: dict[str, Misuse] = {
     "batch of a sequence twice": (SequenceError, lambda c: c.batch(["a", "a"])),
     "batch of a sequence that is not open": (SequenceError, lambda c: c.batch(["nobody"])),
     "gather a sequence that is not open": (SequenceError, lambda c: c.gather("nobody", 0)),
+    "gather beyond the end": (SequenceError, lambda c: c.gather("a", 0, 7)),
+    "gather to before the start": (SequenceError, lambda c: c.gather("a", 0, -1)),
+    "num_tokens of a sequence that is not open": (SequenceError, lambda c: c.num_tokens("nobody")),
+    "step a negative count": (PagedKVError, lambda c: c.step(["a"], -1)),
+    "open with a bad limit": (PagedKVError, lambda c: c.open("new", [1], max_cached_tokens=-1)),
+    "open with a bad namespace": (
+        PagedKVError,
+        lambda c: c.open("new", [1], namespace="tenant"),  # type: ignore[arg-type]
+    ),
+    "commit media behind the tokens": (
+        PagedKVError,
+        lambda c: c.commit("draft", [43], media=[Media(4, "cat")]),
+    ),
+    "commit_step beyond the end": (SequenceError, lambda c: c.commit_step(["draft", "a"], [43, 1])),
+    "commit_step of another number of tokens": (SequenceError, lambda c: c.commit_step(["draft"], [])),
+    "commit_step of a sequence twice": (
+        SequenceError,
+        lambda c: c.commit_step(["draft", "draft"], [43, 44]),
+    ),
     "gather a layer that is not there": (PagedKVError, lambda c: c.gather("a", 3)),
     "layer that is not there": (PagedKVError, lambda c: c.layer(-1)),
     "write to the null block": (PagedKVError, lambda c: _write_layer_1(c, [8, 0])),
@@ -408,6 +533,7 @@ NOT_NOW: dict[str, Callable[[PagedKVCache], Any]] = {
     "append": lambda c: c.append("full", 9),
     "append to a shared tail": lambda c: c.append("a", 7),
     "step": lambda c: c.step(["a", "b", "full", "last"]),
+    "step of several tokens": lambda c: c.step(["full", "last"], 5),
 }
 
 
@@ -476,18 +602,54 @@ def test_prefix_caching_can_be_switched_off() -> None:
     assert same(contents(cache, "c", 6), before) and same(contents(cache, "d", 6), before)
 
 
+def test_everything_of_open_and_commit_reaches_the_manager() -> None:
+    """Namespace, media and the limit of cached tokens keep apart and share as they do without tensors."""
+    cache = make()
+    tenant, cat = Namespace("tenant"), Media(5, "cat")
+    assert cache.open("a", range(8), namespace=tenant) == (8, 0)
+    cache.commit("a", range(8), media=[cat])
+    cache.truncate("a", 8)
+    opens: list[tuple[dict[str, Any], int]] = [
+        ({"namespace": tenant, "media": [cat], "max_cached_tokens": 8}, 8),
+        ({"namespace": tenant, "media": [cat]}, 4),
+        ({"namespace": tenant, "max_cached_tokens": 8}, 4),
+        ({"media": [cat], "max_cached_tokens": 8}, 0),
+        ({"namespace": tenant, "media": [cat], "max_cached_tokens": 0}, 0),
+    ]
+    for options, hit in opens:
+        assert cache.open("b", range(8), **options) == (8, hit)
+        assert cache.num_tokens("b") == 8
+        cache.close("b")
+
+
+def test_commit_step_equals_commit_one_by_one() -> None:
+    """A batch of single tokens, some of which fill a block."""
+    caches = make(), make()
+    for cache in caches:
+        fill(cache, "a", range(7))
+        fill(cache, "b", range(20, 25))
+        assert cache.step(["a", "b"])
+        write(cache, cache.batch(["a", "b"]).slot_mapping, seed=1)
+    caches[0].commit_step(["a", "b"], torch.tensor([7, 25]))
+    caches[1].commit("a", [7])
+    caches[1].commit("b", [25])
+    assert state(caches[0]) == state(caches[1])
+    assert [cache.open("c", range(9)) for cache in caches] == [(9, 8)] * 2
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         {"num_blocks": 0},
         {"num_blocks": -1},
-        {"num_blocks": 4, "max_seqs": 0},
+        {"num_blocks": 4, "manager": KVCacheManager(5, 16)},
+        {"num_blocks": 4, "manager": KVCacheManager(4, 8)},
         {"num_blocks": 4, "layout": "X"},
     ],
-    ids=str,
+    ids=["no block", "negative", "more blocks", "smaller blocks", "layout"],
 )
 def test_impossible_sizes_are_refused(arguments: dict[str, Any]) -> None:
-    """A cache without blocks or sequences, or of an unknown layout, raises PagedKVError."""
+    """A cache without blocks, of an unknown layout, or with a manager of other blocks raises PagedKVError."""
     with pytest.raises(PagedKVError):
         PagedKVCache(KVCacheSpec(LAYERS), **arguments)
 
@@ -502,6 +664,7 @@ import pagedkv
 assert "torch" not in sys.modules, "import pagedkv imported torch"
 assert pagedkv.KVCacheManager(num_blocks=4).open("a", [1, 2]) == (2, 0)
 assert not hasattr(pagedkv, "no_such_name")
+assert {"PagedKVCache", "DecodeBatch", "KVStorage"} <= set(dir(pagedkv))
 assert "torch" not in sys.modules, "a manager imported torch"
 assert pagedkv.PagedKVCache.__name__ == "PagedKVCache"
 assert "torch" in sys.modules
@@ -524,6 +687,12 @@ def test_every_public_name_exists() -> None:
         assert getattr(pagedkv, name) is not None
     assert pagedkv.PagedKVCache is sys.modules["pagedkv.cache"].PagedKVCache
     assert pagedkv.KVStorage is sys.modules["pagedkv.storage"].KVStorage
+
+
+def test_dir_lists_the_names_that_are_imported_late() -> None:
+    """Completion shows everything public, before torch is imported as well."""
+    assert set(pagedkv.__all__) <= set(dir(pagedkv))
+    assert {"__version__", "__name__"} <= set(dir(pagedkv))
 
 
 def test_unknown_attribute_raises_attribute_error() -> None:

@@ -72,13 +72,19 @@ class Engine:
         self.manager.check_invariants()
         return hit
 
-    def grow(self, seq_id: SeqId, tokens: Sequence[int], accepted: int | None = None) -> None:
+    def grow(
+        self,
+        seq_id: SeqId,
+        tokens: Sequence[int],
+        accepted: int | None = None,
+        media: Sequence[Media] = (),
+    ) -> None:
         """Append drafts, write them, commit the accepted ones (default: all) and reject the others."""
-        slots = self.manager.append(seq_id, len(tokens))
-        assert slots is not None
+        start = self.manager.tables.num_tokens(seq_id)
+        assert self.manager.append(seq_id, len(tokens)) is True
         self.shadow.copy(self.manager)
-        self.shadow.write(slots, tokens)
-        self.manager.commit(seq_id, tokens[:accepted])
+        self.shadow.write(self.manager.tables.slots(seq_id, start), tokens)
+        self.manager.commit(seq_id, tokens[:accepted], media=media)
         self.manager.truncate(seq_id, self.manager.num_committed(seq_id))
         self.manager.check_invariants()
 
@@ -264,9 +270,9 @@ def test_opening_never_evicts_its_own_hit() -> None:
 # -- copy-on-write
 
 
-def forked() -> Engine:
+def forked(**options: Any) -> Engine:
     """``a`` and its fork ``b``: six tokens, block 1 full, block 2 a shared tail."""
-    engine = Engine()
+    engine = Engine(**options)
     engine.open("a", tokens(6))
     assert engine.manager.fork("a", "b")
     assert (engine.blocks("a"), engine.blocks("b")) == ([1, 2], [1, 2])
@@ -302,9 +308,9 @@ def test_a_fork_of_whole_blocks_copies_nothing() -> None:
     engine = Engine()
     engine.open("a", tokens(8))
     engine.manager.fork("a", "b")
-    assert engine.manager.step(["a", "b"]) is not None
+    assert engine.manager.step(["a", "b"])
     assert take_copies(engine.manager) == []
-    assert engine.manager.stats().active_blocks == 4
+    assert engine.manager.counts.active == 4
 
 
 @pytest.mark.parametrize("siblings", [1, 2, 4])
@@ -315,12 +321,12 @@ def test_all_holders_growing_in_one_step_leave_the_original_with_the_last(siblin
     for child in range(1, siblings + 1):
         engine.manager.fork(0, child)
     batch = [*range(1, siblings + 1), 0]
-    slots = engine.manager.step(batch)
-    assert slots is not None
+    assert engine.manager.step(batch)
     assert take_copies(engine.manager) == [(2, 3 + i) for i in range(siblings)]
     assert engine.blocks(0) == [1, 2]
     assert [engine.blocks(i)[1] for i in batch] == [*range(3, 3 + siblings), 2]
-    assert slots.tolist() == [engine.blocks(i)[1] * SIZE + 2 for i in batch]
+    newest = [engine.manager.tables.slots(i, 6).tolist() for i in batch]
+    assert newest == [[engine.blocks(i)[1] * SIZE + 2] for i in batch]
     engine.manager.check_invariants()
 
 
@@ -361,55 +367,238 @@ def test_copies_into_freed_blocks_are_dropped() -> None:
     assert engine.read("d") == tokens(3, 900)
 
 
-def test_a_copy_into_a_merged_block_is_dropped() -> None:
-    """A copied tail that turns out equal to an indexed block is freed, and so is its copy."""
+def test_a_copied_tail_merges_once_its_copy_has_run() -> None:
+    """A copied tail that turns out equal to an indexed block is freed when it is committed."""
     engine = forked()
     engine.grow("a", [6, 7])
     engine.manager.fork("a", "c")
     engine.manager.truncate("c", 6)
     engine.manager.append("c", 2)
     assert engine.blocks("c")[1] != engine.blocks("a")[1]
-    assert take_copies(copy.deepcopy(engine.manager)) != []
+    engine.shadow.copy(engine.manager)
+    engine.shadow.write(engine.manager.tables.slots("c", 6), [6, 7])
     engine.manager.commit("c", [6, 7])
     assert engine.blocks("c") == engine.blocks("a")
-    assert take_copies(engine.manager) == []
+    assert engine.read("c") == engine.read("a") == tokens(8)
 
 
-def test_a_pending_copy_outlives_its_sequence_while_the_block_is_cached_and_not_longer() -> None:
-    """A cached destination still needs its content; an evicted one does not."""
+COMMITS: dict[str, Callable[[KVCacheManager], object]] = {
+    "commit": lambda m: m.commit("b", [60]),
+    "commit_a_whole_block": lambda m: m.commit("b", [60, 70]),
+    "commit_step": lambda m: m.commit_step(["b"], [60]),
+    "commit_step_behind_another": lambda m: m.commit_step(["a", "b"], [61, 60]),
+}
+
+
+@pytest.mark.parametrize("call", COMMITS)
+def test_a_commit_into_a_block_whose_copy_is_pending_is_refused(call: str) -> None:
+    """What was written before the copy ran would be lost: an error first, and then the same call works."""
     engine = forked()
     engine.manager.append("b", 2)
-    engine.manager.commit("b", [60, 70])
-    engine.manager.close("b")
-    assert take_copies(copy.deepcopy(engine.manager)) == [(2, 3)]
-    engine.open("big", tokens(14 * SIZE, 1_000))
-    assert engine.manager.stats().evicted_blocks == 1
-    assert take_copies(engine.manager) == []
+    engine.manager.append("a")
+    before = snapshot(engine.manager)
+    with pytest.raises(SequenceError, match="block 3 awaits its copy from block 2"):
+        COMMITS[call](engine.manager)
+    assert snapshot(engine.manager) == before
+    engine.shadow.copy(engine.manager)
+    COMMITS[call](engine.manager)
+    assert engine.manager.num_committed("b") > 6
+    engine.manager.check_invariants()
 
 
-def test_taking_the_copies_empties_the_list() -> None:
-    """Each copy is handed over once."""
+def test_the_source_of_a_pending_copy_may_be_committed_into() -> None:
+    """Only the destination waits: new tokens of the source lie behind what is copied."""
     engine = forked()
     engine.manager.append("b")
+    engine.manager.append("a", 2)
+    engine.manager.commit("a", [6, 7])
+    assert engine.hit(tokens(8)) == 8
+    assert engine.manager.pending_copies.dst.tolist() == [3]
+
+
+@pytest.mark.parametrize("call", COMMITS)
+def test_a_commit_into_a_block_whose_copy_is_pending_is_refused_without_prefix_caching(call: str) -> None:
+    """The token would be lost for a fork of the fork all the same."""
+    engine = forked(prefix_caching=False)
+    engine.manager.append("b", 2)
+    engine.manager.append("a")
+    before = snapshot(engine.manager)
+    with pytest.raises(SequenceError, match="block 3 awaits its copy from block 2"):
+        COMMITS[call](engine.manager)
+    assert snapshot(engine.manager) == before
+
+
+def test_no_fork_misses_a_token_written_after_the_copies_ran() -> None:
+    """Without prefix caching nothing has to be committed before a fork; copies then wait for the write."""
+    engine = forked(prefix_caching=False)
+    engine.manager.append("b")
+    forked_now = True
+    try:
+        engine.manager.fork("b", "c")
+    except SequenceError:
+        forked_now = False
+    if forked_now:
+        engine.manager.append("c")
+    engine.shadow.copy(engine.manager)
+    engine.shadow.write(engine.manager.tables.slots("b", 6), [60])
+    if not forked_now:
+        engine.manager.fork("b", "c")
+        engine.manager.append("c")
+        engine.shadow.copy(engine.manager)
+    engine.shadow.write(engine.manager.tables.slots("c", 7), [61])
+    engine.manager.commit("c", [60, 61])
+    assert engine.read("c") == [*tokens(6), 60, 61]
+
+
+def test_a_token_committed_after_the_copies_reaches_a_fork_of_a_fork() -> None:
+    """Copy, write, commit, fork and copy again: the second copy has the token that the first had not."""
+    engine = forked()
+    engine.grow("b", [60])
+    engine.manager.fork("b", "c")
+    engine.grow("c", [61])
+    assert engine.read("c") == [*tokens(6), 60, 61]
+    assert engine.read("b") == [*tokens(6), 60]
+
+
+def test_taking_the_copies_empties_the_list_and_looking_does_not() -> None:
+    """``pending_copies`` shows the same until ``take_copies`` hands them over, once."""
+    engine = forked()
+    assert engine.manager.pending_copies.src.dtype == np.int32
+    engine.manager.append("b")
+    before = snapshot(engine.manager)
+    for _ in range(2):
+        pending = engine.manager.pending_copies
+        assert (pending.src.tolist(), pending.dst.tolist()) == ([2], [3])
+    pending.dst[:] = 9
+    assert snapshot(engine.manager) == before
     assert take_copies(engine.manager) == [(2, 3)]
     assert take_copies(engine.manager) == []
+    assert engine.manager.pending_copies.src.tolist() == []
 
 
-def test_growing_after_a_cut_into_a_cached_block_leaves_the_cache_as_it_was() -> None:
-    """The cached block is copied, not overwritten: later opens hit the right content either way."""
+# -- growing from within a cached block
+
+
+def test_the_only_holder_of_a_cached_leaf_writes_it_in_place() -> None:
+    """Nothing is copied; the old content leaves the cache, and hits of it end before that block."""
     engine = Engine()
     engine.open("a", tokens(8))
+    blocks = engine.blocks("a")
     engine.manager.truncate("a", 6)
+    assert engine.hit(tokens(8)) == 8
     engine.grow("a", [60, 70, 80])
+    assert engine.blocks("a")[:2] == blocks
+    assert engine.manager.stats().copied_blocks == 0
     assert engine.read("a") == [*tokens(6), 60, 70, 80]
-    assert engine.open("original", tokens(9)) == 8
+    assert engine.open("original", tokens(9)) == 4
     assert engine.open("changed", [*tokens(6), 60, 70, 999]) == 8
     assert engine.read("original") == tokens(9)
     assert engine.read("changed") == [*tokens(6), 60, 70, 999]
 
 
+def test_room_for_nothing_takes_nothing_from_the_cache() -> None:
+    """Cutting alone, or growing by no token, leaves the block to be hit."""
+    engine = Engine()
+    engine.open("a", tokens(8))
+    engine.manager.truncate("a", 6)
+    engine.manager.append("a", 0)
+    engine.manager.step(["a"], 0)
+    assert engine.hit(tokens(8)) == 8
+
+
+def test_a_cached_block_that_somebody_else_holds_is_copied() -> None:
+    """The other sequence, and later ones, read the old content."""
+    engine = Engine()
+    engine.open("a", tokens(8))
+    assert engine.open("b", tokens(9)) == 8
+    engine.manager.truncate("a", 6)
+    engine.grow("a", [60, 70, 80])
+    assert engine.manager.stats().copied_blocks == 1
+    assert engine.open("original", tokens(9)) == 8
+    assert [engine.read(i) for i in ("b", "original")] == [tokens(9)] * 2
+    assert engine.read("a") == [*tokens(6), 60, 70, 80]
+
+
+@pytest.mark.parametrize("cut", [5, 6, 7])
+def test_a_cached_block_with_cached_children_is_copied(cut: int) -> None:
+    """The children would be lost with their parent: they stay, and are still hit."""
+    engine = Engine()
+    engine.open("a", tokens(12))
+    engine.manager.truncate("a", cut)
+    engine.grow("a", tokens(5, 60))
+    assert engine.manager.stats().copied_blocks == 1
+    assert engine.open("original", tokens(13)) == 12
+    assert engine.read("original") == tokens(13)
+    assert engine.read("a") == [*tokens(cut), *tokens(5, 60)]
+
+
+def test_a_block_whose_children_were_evicted_is_written_in_place_again() -> None:
+    """What matters is what is cached now."""
+    engine = Engine(num_blocks=3)
+    engine.open("a", tokens(12))
+    engine.manager.truncate("a", 6)
+    engine.open("x", [99])
+    assert engine.manager.stats().evicted_blocks == 1
+    engine.grow("a", [60])
+    assert engine.manager.stats().copied_blocks == 0
+    engine.manager.close("x")
+    assert (engine.hit([*tokens(6), 60]), engine.read("a")) == (4, [*tokens(6), 60])
+
+
+def test_of_all_holders_cut_into_a_cached_leaf_the_last_writes_it_in_place() -> None:
+    """Two sequences cut into one block: one copies, the other keeps and un-indexes it, in one step."""
+    engine = Engine()
+    engine.open("a", tokens(8))
+    engine.open("b", tokens(8), max_cached_tokens=8)
+    for seq_id in "ab":
+        engine.manager.truncate(seq_id, 6)
+    assert engine.manager.step(["a", "b"])
+    assert (engine.blocks("a"), engine.blocks("b")) == ([1, 3], [1, 2])
+    assert take_copies(engine.manager) == [(2, 3)]
+    assert engine.hit(tokens(8)) == 4
+    engine.manager.check_invariants()
+
+
+def test_content_written_in_place_takes_its_extra_keys_from_the_cache() -> None:
+    """A block with a media key leaves no user of that key behind."""
+    engine = Engine()
+    engine.open("a", [7] * 8, media=[Media(6, "cat")])
+    engine.manager.truncate("a", 5)
+    assert len(engine.manager._cache.extra_keys) == 1
+    engine.grow("a", [7, 8, 9])
+    assert len(engine.manager._cache.extra_keys) == 0
+    assert (engine.hit([7] * 8, media=[Media(6, "cat")]), engine.hit([*[7] * 6, 8, 9])) == (4, 8)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+@pytest.mark.parametrize("step", [True, False])
+def test_the_only_sequence_can_always_grow_to_its_greatest_length(num_blocks: int, step: bool) -> None:
+    """Cut anywhere, and growing token by token: "not now" would never end when nobody else can close."""
+    length = num_blocks * SIZE
+    for cut in range(length + 1):
+        engine = Engine(num_blocks=num_blocks)
+        engine.open("a", tokens(length))
+        engine.manager.truncate("a", cut)
+        for token in range(length - cut):
+            assert engine.manager.step(["a"]) if step else engine.manager.append("a")
+            engine.shadow.copy(engine.manager)
+            engine.shadow.write(engine.manager.tables.slots("a", cut + token), [token])
+            engine.manager.commit("a", [token])
+            engine.manager.check_invariants()
+        assert engine.read("a") == [*tokens(cut), *tokens(length - cut)]
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 8])
+def test_the_only_sequence_can_always_grow_to_its_greatest_length_at_once(num_blocks: int) -> None:
+    """As above in one call, over a tail that cached children build on."""
+    engine = Engine(num_blocks=num_blocks)
+    engine.open("a", tokens(num_blocks * SIZE))
+    engine.manager.truncate("a", 3)
+    assert engine.manager.append("a", num_blocks * SIZE - 3)
+
+
 def test_cutting_and_regrowing_the_same_tokens_comes_back_to_the_cached_block() -> None:
-    """The copy is equal to the original in the end, so the commit merges the two."""
+    """Written in place and committed again, the block is found again."""
     engine = Engine()
     engine.open("a", tokens(8))
     blocks = engine.blocks("a")
@@ -417,6 +606,7 @@ def test_cutting_and_regrowing_the_same_tokens_comes_back_to_the_cached_block() 
     engine.grow("a", tokens(3, 5))
     assert engine.blocks("a") == blocks
     assert engine.read("a") == tokens(8)
+    assert engine.hit(tokens(8)) == 8
 
 
 def test_truncate_to_nothing_and_grow_again() -> None:
@@ -483,7 +673,6 @@ def test_other_media_share_up_to_the_block_of_the_offset(offset: int) -> None:
     engine.open("cat", placeholders, media=[Media(offset, "cat")])
     before = offset // SIZE * SIZE
     assert engine.hit(placeholders, media=[Media(offset, "cat")]) == 12
-    assert engine.hit(placeholders, media=[(offset, "cat")]) == 12
     assert engine.hit(placeholders, media=[Media(offset, "dog")]) == before
     assert engine.hit(placeholders) == before
     moved = offset + 1 if offset < 11 else offset - 1
@@ -537,9 +726,120 @@ def test_extra_keys_do_not_leak() -> None:
         engine.manager.open("c", tokens(12), namespace=namespace, media=media)
         for seq_id in "cba":
             engine.manager.close(seq_id)
-    assert len(engine.manager._extra_keys) > 0
+    assert len(engine.manager._cache.extra_keys) > 0
     engine.open("everything", tokens(24 * SIZE, 5_000))
-    assert len(engine.manager._extra_keys) == len(engine.manager._extra) == 0
+    assert len(engine.manager._cache.extra_keys) == len(engine.manager._extra) == 0
+
+
+# -- media that come with later turns
+
+
+@pytest.mark.parametrize("offset", range(6, 11))
+def test_an_image_of_a_later_turn_is_found_by_whoever_opens_with_it(offset: int) -> None:
+    """Given to ``commit``, it keeps apart what ``open`` would keep apart, and shares what ``open`` shares."""
+    engine = Engine()
+    first, later = Media(1, "cat"), Media(offset, "dog")
+    engine.open("chat", [7] * 6, media=[first])
+    engine.grow("chat", [7] * 5, media=[later])
+    engine.grow("chat", [7])
+    before = offset // SIZE * SIZE
+    assert engine.hit([7] * 12, media=[first, later]) == 12
+    assert engine.hit([7] * 12, media=[later, first]) == 12
+    assert engine.hit([7] * 12, media=[first]) == before
+    assert engine.hit([7] * 12, media=[first, Media(offset, "owl")]) == before
+    assert engine.hit([7] * 12, media=[later]) == 0
+
+
+def test_turns_with_images_reuse_each_other_like_one_long_prompt() -> None:
+    """Turn by turn, and opened afresh with everything so far, as a stateless server does."""
+    rng = random.Random(5)
+    engine = Engine(num_blocks=64)
+    engine.open("chat", [7])
+    said: list[int] = [7]
+    media: list[Media] = []
+    for turn in range(8):
+        new = [7] * rng.randint(3, 9)
+        items = [Media(len(said) + rng.randrange(3), f"image {turn}")]
+        engine.grow("chat", new, media=items)
+        said, media = said + new, media + items
+        assert engine.hit(said, media=media) == len(said) // SIZE * SIZE
+        assert engine.open(turn, [*said, 1], media=media) == len(said) // SIZE * SIZE
+        assert engine.read(turn) == [*said, 1]
+        assert engine.hit(said, media=[*media[:-1], Media(media[-1].offset, "else")]) <= media[-1].offset
+    for seq_id in engine.manager.tables.seq_ids:
+        engine.manager.close(seq_id)
+    assert len(engine.manager._extra) == 0
+
+
+def test_drafted_media_count_only_when_committed() -> None:
+    """Rejected placeholders leave no key behind; another image may follow in their place."""
+    engine = Engine()
+    engine.open("a", [7] * 5)
+    engine.grow("a", [7] * 3, accepted=1)
+    engine.grow("a", [7] * 2, media=[Media(6, "dog")])
+    assert engine.hit([7] * 8, media=[Media(6, "dog")]) == 8
+    assert engine.hit([7] * 8) == 4
+    engine.manager.truncate("a", 6)
+    engine.grow("a", [7] * 2, media=[Media(6, "cat")])
+    assert (engine.hit([7] * 8, media=[Media(6, "cat")]), engine.hit([7] * 8, media=[Media(6, "dog")])) == (
+        8,
+        4,
+    )
+
+
+def test_media_of_a_fork_are_its_own() -> None:
+    """An image given to one of two forks is no image of the other."""
+    engine = Engine()
+    engine.open("a", [7] * 6)
+    engine.manager.fork("a", "b")
+    engine.grow("b", [7] * 2, media=[Media(7, "dog")])
+    engine.grow("a", [7] * 2)
+    assert engine.blocks("a")[1] != engine.blocks("b")[1]
+    assert engine.hit([7] * 8) == engine.hit([7] * 8, media=[Media(7, "dog")]) == 8
+
+
+def test_media_named_twice_are_the_same_media() -> None:
+    """In one call, or in ``open`` and again in ``commit``: a set of places."""
+    engine = Engine()
+    engine.manager.open("a", [7] * 8, media=[Media(5, "cat"), Media(5, "cat")])
+    engine.manager.commit("a", [7] * 8, media=[Media(5, "cat")])
+    assert engine.hit([7] * 8, media=[Media(5, "cat")]) == 8
+
+
+def test_media_may_be_given_with_a_chunk_of_a_prompt_that_has_media_further_on() -> None:
+    """What ``open`` was told about the rest of the prompt stays true."""
+    engine = Engine()
+    engine.manager.open("a", [7] * 12, media=[Media(9, "cat")])
+    engine.manager.commit("a", [7] * 4, media=[Media(2, "dog")])
+    engine.manager.commit("a", [7] * 8)
+    assert engine.hit([7] * 12, media=[Media(2, "dog"), Media(9, "cat")]) == 12
+
+
+# -- one token of many sequences
+
+
+def test_commit_step_makes_full_blocks_findable_and_merges_equal_ones() -> None:
+    """Two sequences that say the same end up in one block, a third in its own; others wait."""
+    engine = Engine()
+    for seq_id, prompt in (("a", tokens(7)), ("b", tokens(7)), ("c", tokens(7, 50)), ("d", tokens(5, 80))):
+        engine.open(seq_id, prompt)
+    assert engine.manager.step(list("abcd"))
+    for seq_id, token in zip("abcd", [7, 7, 57, 85], strict=True):
+        engine.shadow.write(engine.manager.tables.slots(seq_id)[-1:], [token])
+    engine.manager.commit_step(list("abcd"), np.array([7, 7, 57, 85], np.int16))
+    assert engine.blocks("a") == engine.blocks("b")
+    assert (engine.hit(tokens(8)), engine.hit(tokens(8, 50)), engine.hit(tokens(6, 80))) == (8, 8, 4)
+    assert [engine.manager.num_committed(i) for i in "abcd"] == [8, 8, 8, 6]
+    assert [engine.read(i) for i in "abcd"] == [tokens(8), tokens(8), tokens(8, 50), tokens(6, 80)]
+    engine.manager.check_invariants()
+
+
+def test_commit_step_of_nobody_changes_nothing() -> None:
+    """An empty batch is fine."""
+    manager = busy()
+    before = snapshot(manager)
+    manager.commit_step([], [])
+    assert snapshot(manager) == before
 
 
 # -- not now, and never
@@ -562,16 +862,16 @@ NOT_NOW: dict[str, Callable[[KVCacheManager], object]] = {
     "open_with_a_hit_among_the_cached": lambda m: m.open("c", tokens(12, 500)),
     "append": lambda m: m.append("a", 9),
     "step": lambda m: m.step(["a", "b"], 5),
-    "can_admit": lambda m: m.can_admit(tokens(4, 700), 5) or None,
+    "can_admit": lambda m: m.can_admit(tokens(4, 700), 5),
 }
 
 
 @pytest.mark.parametrize("call", NOT_NOW)
-def test_not_now_is_none_and_changes_nothing(call: str) -> None:
-    """What does not fit returns None; nothing is evicted, no recency and no counter moves."""
+def test_not_now_is_a_value_and_changes_nothing(call: str) -> None:
+    """What does not fit is None or False; nothing is evicted, no recency and no counter moves."""
     manager = crowded()
     before = snapshot(manager)
-    assert NOT_NOW[call](manager) is None
+    assert NOT_NOW[call](manager) is (None if call.startswith("open") else False)
     assert snapshot(manager) == before
     manager.check_invariants()
 
@@ -636,20 +936,19 @@ def test_a_step_grows_all_or_none() -> None:
     for seq_id in ("a", "b"):
         manager.open(seq_id, tokens(4))
     before = snapshot(manager)
-    assert manager.step(["a", "b"]) is None
+    assert manager.step(["a", "b"]) is False
     assert snapshot(manager) == before
-    assert manager.step(["b"]) is not None
+    assert manager.step(["b"]) is True
 
 
 def test_growing_by_nothing_always_fits() -> None:
-    """No tokens: an empty array of slots, even with a full pool, a shared tail or an empty batch."""
+    """No tokens: True, even with a full pool, a shared tail or an empty batch."""
     manager = KVCacheManager(2, SIZE)
     manager.open("a", tokens(6))
     manager.commit("a", tokens(6))
     manager.fork("a", "b")
     before = snapshot(manager)
-    for slots in (manager.append("a", 0), manager.step(["a", "b"], 0), manager.step([])):
-        assert slots is not None and slots.tolist() == [] and slots.dtype == np.int64
+    assert manager.append("a", 0) and manager.step(["a", "b"], 0) and manager.step([])
     assert snapshot(manager) == before
 
 
@@ -660,8 +959,33 @@ def test_the_watermark_leaves_room_for_growth() -> None:
     assert manager.open("b", tokens(3 * SIZE)) is None
     assert manager.can_admit(tokens(3 * SIZE), 0) is False
     assert manager.open("b", tokens(2 * SIZE)) is not None
-    assert manager.append("a", 3 * SIZE) is not None
-    assert manager.stats().free_blocks == 0
+    assert manager.append("a", 3 * SIZE) is True
+    assert manager.counts == (0, 0, 10)
+
+
+def test_the_watermark_counts_idle_hits() -> None:
+    """A cached block that is hit is no longer available, so it counts like a fresh one."""
+    manager = KVCacheManager(4, SIZE, watermark=0.5)
+    manager.open("gone", tokens(4 * SIZE))
+    manager.commit("gone", tokens(4 * SIZE))
+    manager.close("gone")
+    manager.open("other", [900])
+    assert manager.counts == (0, 3, 1)
+    before = snapshot(manager)
+    assert manager.open("c", tokens(2 * SIZE), max_cached_tokens=2 * SIZE) is None
+    assert manager.can_admit(tokens(SIZE + 1), 0) is False
+    assert snapshot(manager) == before
+    assert manager.open("c", tokens(SIZE), max_cached_tokens=SIZE) == Opened(SIZE, SIZE)
+
+
+def test_the_watermark_does_not_bind_what_takes_nothing() -> None:
+    """A prompt whose blocks are all held already, or that is empty, is opened at the watermark."""
+    manager = KVCacheManager(4, SIZE, watermark=0.5)
+    manager.open("a", tokens(3 * SIZE))
+    manager.commit("a", tokens(3 * SIZE))
+    assert manager.open("b", tokens(2 * SIZE), max_cached_tokens=2 * SIZE) is not None
+    assert manager.open("c", []) is not None
+    assert manager.open("d", [1]) is None
 
 
 @pytest.mark.parametrize("watermark", [0.0, 0.5, 0.99])
@@ -689,7 +1013,7 @@ def test_can_admit_agrees_with_open_and_growth(seed: int) -> None:
             growth = rng.randint(0, 24 - len(prompt))
             if manager.can_admit(prompt, growth):
                 trial = copy.deepcopy(manager)
-                assert trial.open("new", prompt) is not None and trial.append("new", growth) is not None
+                assert trial.open("new", prompt) is not None and trial.append("new", growth)
             seen.add(admitted)
     assert seen == {True, False}
 
@@ -747,6 +1071,20 @@ def test_bytes_by_a_worked_example() -> None:
     )
 
 
+def test_bytes_of_a_spec_with_blocks_of_another_size_are_refused() -> None:
+    """The numbers would be wrong by the ratio of the sizes."""
+    spec = KVCacheSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16)
+    with pytest.raises(PagedKVError, match="blocks of 16 tokens, the manager of 64"):
+        KVCacheManager(8, 64).stats().bytes(spec)
+
+
+def test_counts_are_those_of_the_snapshot() -> None:
+    """``counts`` is the cheap part of ``stats``."""
+    manager = crowded()
+    stats = manager.stats()
+    assert manager.counts == (stats.free_blocks, stats.cached_blocks, stats.active_blocks) == (0, 2, 4)
+
+
 def test_both_hit_rates_by_a_worked_example() -> None:
     """Two prompts of 10 tokens: 8 of 20 tokens hit, and 2 of the 4 full blocks."""
     manager = KVCacheManager(8, SIZE)
@@ -791,7 +1129,10 @@ for i in range(40):
     if name in manager.tables:
         manager.commit(name, prompt[manager.num_committed(name):])
         manager.fork(name, name + " child")
-        print(manager.step([s for s in (name, name + " child") if s in manager.tables]))
+        batch = [s for s in (name, name + " child") if s in manager.tables]
+        if manager.step(batch):
+            print(batch, manager.take_copies())
+            manager.commit_step(batch, [i % 2] * len(batch))
     if len(manager.tables) > 2:
         manager.close(manager.tables.seq_ids[i % 3])
     for seq_id in manager.tables.seq_ids:
@@ -826,6 +1167,7 @@ def test_importing_pagedkv_and_its_testing_tools_loads_no_torch() -> None:
 
 BOOKKEEPING = [
     "arithmetic",
+    "block_cache",
     "block_pool",
     "content",
     "errors",
@@ -852,7 +1194,7 @@ def test_bookkeeping_knows_no_clock_no_chance_no_threads_and_no_process_hash(nam
             imported.add((node.module or "").split(".")[0])
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             called.add(node.func.id)
-    assert imported <= {"collections", "dataclasses", "numpy", "pagedkv", "typing"}
+    assert imported <= {"collections", "dataclasses", "numpy", "operator", "pagedkv", "typing"}
     assert not called & {"hash", "id"}
 
 
@@ -885,6 +1227,7 @@ BAD_TOKENS: dict[str, tuple[Any, str]] = {
     "too_large": ([1, 2**31], r"in 0\.\.2147483647, got 2147483648"),
     "unsigned_too_large": (np.array([2**64 - 1], np.uint64), r"got 18446744073709551615"),
     "beyond_64_bits": ([2**70], "must be integers, got object"),
+    "ragged": ([[1], [1, 2]], "must be a sequence of integers"),
 }
 
 MISUSE: dict[str, tuple[Callable[[KVCacheManager], object], type[Exception], str]] = {
@@ -913,7 +1256,70 @@ MISUSE: dict[str, tuple[Callable[[KVCacheManager], object], type[Exception], str
     "truncate_unknown": (lambda m: m.truncate("x", 0), SequenceError, "'x' is not open"),
     "truncate_negative": (lambda m: m.truncate("a", -1), SequenceError, "'a' of 6 tokens to -1"),
     "truncate_beyond": (lambda m: m.truncate("a", 7), SequenceError, "'a' of 6 tokens to 7"),
-    "truncate_float": (lambda m: m.truncate("a", 2.5), SequenceError, r"to 2\.5"),  # type: ignore[arg-type]
+    "truncate_bool": (lambda m: m.truncate("a", True), SequenceError, "to True"),
+    "truncate_unsigned_beyond": (lambda m: m.truncate("a", np.uint8(7)), SequenceError, "tokens to 7"),  # type: ignore[arg-type]
+    "commit_step_unknown": (lambda m: m.commit_step(["m", "x"], [1, 2]), SequenceError, "'x' is not open"),
+    "commit_step_repeated": (lambda m: m.commit_step(["m", "m"], [1, 2]), SequenceError, "names only 1"),
+    "commit_step_too_few": (lambda m: m.commit_step(["m"], []), SequenceError, "1 sequences, but 0 tokens"),
+    "commit_step_too_many": (lambda m: m.commit_step([], [1]), SequenceError, "0 sequences, but 1 tokens"),
+    "commit_step_beyond": (
+        lambda m: m.commit_step(["m", "a"], [1, 2]),
+        SequenceError,
+        "'a' has no uncommitted token left",
+    ),
+    "commit_media_before": (
+        lambda m: m.commit("m", [1], media=[Media(6, "dog"), Media(5, "owl")]),
+        PagedKVError,
+        "'owl' starts at 5, before the 6 committed tokens",
+    ),
+    "commit_media_behind": (
+        lambda m: m.commit("m", [1], media=[Media(7, "dog")]),
+        PagedKVError,
+        "'dog' starts at 7, outside the 7 tokens",
+    ),
+    "commit_media_unhashable": (
+        lambda m: m.commit("m", [1], media=[Media(6, ["dog"])]),  # type: ignore[arg-type]
+        PagedKVError,
+        "str content_id",
+    ),
+    "commit_media_offset_float": (
+        lambda m: m.commit("m", [1], media=[Media(6.0, "dog")]),  # type: ignore[arg-type]
+        PagedKVError,
+        "int offset",
+    ),
+    "media_a_tuple": (
+        lambda m: m.open("x", [1], media=[(0, "cat")]),  # type: ignore[list-item]
+        PagedKVError,
+        r"must be Media\(offset, content_id\), got \(0, 'cat'\)",
+    ),
+    "media_offset_float": (
+        lambda m: m.open("x", [1, 2], media=[Media(0.5, "cat")]),  # type: ignore[arg-type]
+        PagedKVError,
+        r"int offset .*=0\.5",
+    ),
+    "media_offset_bool": (
+        lambda m: m.open("x", [1, 2], media=[Media(True, "cat")]),
+        PagedKVError,
+        "int offset",
+    ),
+    "media_content_a_number": (
+        lambda m: m.open("x", [1, 2], media=[Media(1, "cat"), Media(1, 3)]),  # type: ignore[arg-type]
+        PagedKVError,
+        "str content_id",
+    ),
+    "media_content_unhashable": (
+        lambda m: m.open("x", tokens(6), media=[Media(0, "cat"), Media(5, ["dog"])]),  # type: ignore[arg-type]
+        PagedKVError,
+        "str content_id",
+    ),
+    **{
+        f"max_cached_tokens_{bad}": (
+            lambda m, bad=bad: m.open("x", tokens(6), max_cached_tokens=bad),  # type: ignore[misc]
+            PagedKVError,
+            f"max_cached_tokens must be an integer of at least 0, got {bad!r}",
+        )
+        for bad in (-1, True, 4.5, "x")
+    },
     "num_committed_unknown": (lambda m: m.num_committed("x"), SequenceError, "'x' is not open"),
     "can_admit_negative": (lambda m: m.can_admit([1], -1), PagedKVError, "at least 0, got -1"),
     "can_admit_bool": (lambda m: m.can_admit([1], True), PagedKVError, "got True"),
@@ -925,17 +1331,17 @@ MISUSE: dict[str, tuple[Callable[[KVCacheManager], object], type[Exception], str
     "media_before_the_prompt": (
         lambda m: m.open("x", tokens(5), media=[Media(-1, "cat")]),
         PagedKVError,
-        "'cat' starts at -1, outside the 5 prompt tokens",
+        "'cat' starts at -1, outside the 5 tokens",
     ),
     "media_behind_the_prompt": (
         lambda m: m.open("x", tokens(5), media=[Media(2, "dog"), Media(5, "cat")]),
         PagedKVError,
-        "'cat' starts at 5, outside the 5 prompt tokens",
+        "'cat' starts at 5, outside the 5 tokens",
     ),
     "admit_media_behind_the_prompt": (
         lambda m: m.can_admit(tokens(5), 9, media=[Media(7, "cat")]),
         PagedKVError,
-        "'cat' starts at 7, outside the 5 prompt tokens",
+        "'cat' starts at 7, outside the 5 tokens",
     ),
     "open_unhashable": (lambda m: m.open(UNHASHABLE, [1]), TypeError, "unhashable"),
     "close_unhashable": (lambda m: m.close(UNHASHABLE), TypeError, "unhashable"),
@@ -945,6 +1351,7 @@ MISUSE: dict[str, tuple[Callable[[KVCacheManager], object], type[Exception], str
 for _name, (_bad, _message) in BAD_TOKENS.items():
     MISUSE[f"open_{_name}"] = (lambda m, bad=_bad: m.open("x", bad), PagedKVError, _message)  # type: ignore[misc]
     MISUSE[f"commit_{_name}"] = (lambda m, bad=_bad: m.commit("m", bad), PagedKVError, _message)  # type: ignore[misc]
+    MISUSE[f"commit_step_{_name}"] = (lambda m, bad=_bad: m.commit_step(["m"], bad), PagedKVError, _message)  # type: ignore[misc]
     MISUSE[f"can_admit_{_name}"] = (lambda m, bad=_bad: m.can_admit(bad, 1), PagedKVError, _message)  # type: ignore[misc]
 
 
@@ -960,18 +1367,93 @@ def test_misuse_is_refused_with_numbers_and_changes_nothing(case: str) -> None:
     manager.check_invariants()
 
 
+NOT_MENDED_MISUSE: dict[str, tuple[Callable[[KVCacheManager], object], type[Exception]]] = {
+    "truncate_float": (lambda m: m.truncate("a", 2.5), SequenceError),  # type: ignore[arg-type]
+    "truncate_none": (lambda m: m.truncate("a", None), SequenceError),  # type: ignore[arg-type]
+    "commit_media_a_tuple": (lambda m: m.commit("m", [1], media=[(6, "dog")]), PagedKVError),  # type: ignore[list-item]
+    "commit_nothing_with_media": (lambda m: m.commit("m", [], media=[Media(6, "dog")]), PagedKVError),
+}
+
+
+@pytest.mark.parametrize("case", NOT_MENDED_MISUSE)
+def test_more_misuse_is_refused_and_changes_nothing(case: str) -> None:
+    """As above."""
+    act, error = NOT_MENDED_MISUSE[case]
+    manager = busy()
+    before = snapshot(manager)
+    with pytest.raises(error):
+        act(manager)
+    assert snapshot(manager) == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("salt", ["t"]),
+        ("salt", b"t"),
+        ("salt", None),
+        ("adapter", 3),
+        ("weights", 1.5),
+        ("adapter_version", "1"),
+        ("adapter_version", True),
+        ("adapter_version", 1.0),
+    ],
+)
+def test_a_namespace_of_other_types_is_refused_when_it_is_made(field: str, value: Any) -> None:
+    """``1``, ``1.0`` and ``True`` are equal to Python and must not be to the cache."""
+    with pytest.raises(PagedKVError, match=f"{field} must be"):
+        Namespace(**{field: value})
+
+
+KINDS = [np.uint8, np.int8, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numpy_integers_are_integers(kind: Any) -> None:
+    """Counts and sizes of any numpy kind do what the Python integer does, and do not wrap."""
+    engines = []
+    for number in (int, kind):
+        manager = KVCacheManager(number(100), number(16), max_seqs=number(7), max_seq_len=1_500)
+        assert manager.open("a", list(range(390))) == Opened(390, 0)
+        manager.commit("a", list(range(390)))
+        assert manager.can_admit(list(range(390)), number(100)) is True
+        with pytest.raises(NeverFits, match="1510 tokens can never fit"):
+            manager.can_admit(list(range(1_410)), number(100))
+        assert manager.append("a", number(100)) and manager.step(["a"], number(3))
+        assert manager.open("b", list(range(200)), max_cached_tokens=number(100)) == Opened(200, 96)
+        manager.truncate("b", number(100))
+        assert manager.append("b", number(1))
+        manager.check_invariants()
+        engines.append(snapshot(manager))
+    assert engines[0] == engines[1]
+
+
+@pytest.mark.parametrize("count", [2**31, 2**62, 2**63 - 1, 2**63, 2**70])
+def test_huge_counts_never_fit(count: int) -> None:
+    """No addition wraps around."""
+    manager = busy()
+    with pytest.raises(NeverFits, match=f"{6 + count} tokens"):
+        manager.append("a", count)
+    with pytest.raises(NeverFits, match=f"{6 + count} tokens"):
+        manager.step(["a"], count)
+    assert manager.open("x", [1, 2], max_cached_tokens=count) == Opened(2, 0)
+    manager.close("x")
+    assert manager.tables.seq_ids == ["a", "m", "b"]
+
+
 def test_the_snapshot_notices_a_change_anywhere() -> None:
     """The helper of the tests above sees arrays, dicts, counters and the tree."""
     changes: list[Callable[[KVCacheManager], object]] = [
         lambda m: m.append("a", 1),
         lambda m: m.commit("m", [1]),
         lambda m: m.take_copies(),
+        lambda m: m.commit_step(["m"], [1]),
         lambda m: m.close("m"),
         lambda m: m.open("new", []),
-        lambda m: m._index.tokens.__setitem__((3, 0), 1_000),
-        lambda m: m._extra_keys.take(("key",)),
-        lambda m: m._pool.generation.__setitem__(1, 99),
-        lambda m: m._order.discard(np.array([1, 2, 3, 4], np.int32)),
+        lambda m: m._cache.index.tokens.__setitem__((3, 0), 1_000),
+        lambda m: m._cache.extra_keys.take(("key",)),
+        lambda m: m._cache.pool.generation.__setitem__(1, 99),
+        lambda m: m._cache.order.discard(np.array([1, 2, 3, 4], np.int32)),
     ]
     for change in changes:
         manager = busy()

@@ -209,7 +209,7 @@ BAD_CSR: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", BAD_BLOCK_TABLES)
 def test_a_wrong_block_table_buffer_is_refused_before_any_write(case: str) -> None:
-    """Wrong type, dtype, shape or size, or read-only: raises ``PagedKVError`` and every buffer keeps its garbage."""
+    """Wrong type, dtype, shape or size, or read-only: ``PagedKVError``; every buffer keeps its garbage."""
     buffers = {**block_tables_buffers(), **BAD_BLOCK_TABLES[case]}
     with pytest.raises(PagedKVError, match=r"must be|must have shape|too small"):
         make_table([5, 3], 4).write_block_tables([0, 1], **buffers)
@@ -218,7 +218,7 @@ def test_a_wrong_block_table_buffer_is_refused_before_any_write(case: str) -> No
 
 @pytest.mark.parametrize("case", BAD_CSR)
 def test_a_wrong_csr_buffer_is_refused_before_any_write(case: str) -> None:
-    """Wrong type, dtype, shape or size, or read-only: raises ``PagedKVError`` and every buffer keeps its garbage."""
+    """Wrong type, dtype, shape or size, or read-only: ``PagedKVError``; every buffer keeps its garbage."""
     buffers = {**csr_buffers(), **BAD_CSR[case]}
     with pytest.raises(PagedKVError, match=r"must be|must have shape|too small"):
         make_table([5, 3], 4).write_csr([0, 1], **buffers)
