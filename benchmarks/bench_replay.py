@@ -22,14 +22,14 @@ from pagedkv.sim.workload import chat_long
 
 ROUNDS = 3
 PEAK_MEMORY = """
-import resource
 from pagedkv.sim.gpus import load_gpu
 from pagedkv.sim.models import load_model
 from pagedkv.sim.replay import ReplaySetup, blocks_in_memory, run_replay
 from pagedkv.sim.workload import chat_long
 model, gpu = load_model("llama-3.1-8b"), load_gpu("b200")
 run_replay(chat_long(20_000), ReplaySetup(model, gpu, blocks_in_memory(model, gpu.memory_bytes, 0.9, 16)))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+# Not ru_maxrss, which a child inherits from its parent.
+print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024)
 """
 
 

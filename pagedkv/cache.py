@@ -72,7 +72,8 @@ class PagedKVCache:
     ) -> None:
         """Allocate ``num_blocks`` usable blocks of ``spec`` (see ``spec.num_blocks_for(memory_bytes)``).
 
-        ``manager`` brings options other than the defaults; ``PagedKVError`` if its blocks are others.
+        ``manager`` brings options other than the defaults; ``PagedKVError`` unless it is empty and has
+        the same blocks.
         """
         self.manager = manager or KVCacheManager(num_blocks, spec.block_size)
         if (self.manager.num_blocks, self.manager.block_size) != (num_blocks, spec.block_size):
@@ -80,6 +81,8 @@ class PagedKVCache:
                 f"the manager has {self.manager.num_blocks} blocks of {self.manager.block_size} tokens, "
                 f"the storage would have {num_blocks} of {spec.block_size}"
             )
+        if self.manager.counts.free != num_blocks:
+            raise PagedKVError(f"the manager holds content that a new storage lacks: {self.manager.counts}")
         self.storage = KVStorage(spec, num_blocks, device=device, layout=layout)
 
     def open(

@@ -42,7 +42,7 @@ class Fences:
 
         Raises ``PagedKVError`` if the fence is not open.
         """
-        if number not in self._open:
+        if number not in self._open or isinstance(number, bool):
             raise PagedKVError(f"fence {number!r} is not open, open are {self._open}")
         self._open.remove(number)
         oldest = self._open[0] if self._open else self._next

@@ -88,8 +88,8 @@ class KVCacheManager:
         max_seqs = _count("max_seqs", max_seqs, 1)
         whole_pool = num_blocks * self.block_size
         self.max_seq_len = whole_pool if max_seq_len is None else _count("max_seq_len", max_seq_len, 1)
-        if not 0.0 <= watermark < 1.0:
-            raise PagedKVError(f"watermark must be in [0, 1), got {watermark}")
+        if not isinstance(watermark, (int, float)) or not 0.0 <= watermark < 1.0:
+            raise PagedKVError(f"watermark must be in [0, 1), got {watermark!r}")
         self.prefix_caching = prefix_caching
         self.tables = PageTable(max_seqs, div_ceil(self.max_seq_len, self.block_size), self.block_size)
         self._cache = BlockCache(num_blocks, self.block_size)

@@ -100,7 +100,7 @@ class PageTable:
         row = self.row(seq_id)
         length = int(self.seq_len[row])
         stop = length if stop is None else stop
-        whole = isinstance(start, (int, np.integer)) and isinstance(stop, (int, np.integer))
+        whole = all(isinstance(p, (int, np.integer)) and not isinstance(p, bool) for p in (start, stop))
         if not whole or not 0 <= start <= stop <= length:
             raise SequenceError(
                 f"positions {start}..{stop} are outside sequence {seq_id!r} of {length} tokens"
