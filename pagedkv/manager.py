@@ -17,6 +17,7 @@ from pagedkv.namespace import Media, Namespace
 from pagedkv.page_table import Int32Array, Int64Array, PageTable, SeqId
 from pagedkv.prefix_index import ROOT
 from pagedkv.stats import ManagerStats
+from pagedkv.tails import NO_TAILS, shared_tails, unused_slots
 
 MOST_BLOCKS = 2**31 - 2
 
@@ -352,7 +353,7 @@ class KVCacheManager:
             free_blocks=counts.free,
             cached_blocks=counts.cached,
             active_blocks=counts.active,
-            used_slots=counts.active * self.block_size - self._unused_slots(),
+            used_slots=counts.active * self.block_size - unused_slots(self._cache, self.tables),
             fenced_blocks=len(self._cache.fenced_only()),
             indexed_blocks=len(self._cache.index),
             num_seqs=len(self.tables),
@@ -411,7 +412,9 @@ class KVCacheManager:
         self._require_fits(int(lens.max(initial=0)) + num_tokens)
         have, need = -(-lens // self.block_size), -(-(lens + num_tokens) // self.block_size)
         grow = need - have
-        tails = self._shared_tails(rows, lens) if self._maybe_shared and num_tokens else _NO_TAILS
+        tails = NO_TAILS
+        if self._maybe_shared and num_tokens:
+            tails = shared_tails(self._cache, self.tables, rows)
         available, doomed = self._cache.pool.num_available, NO_BLOCKS
         total = int(grow.sum()) + len(tails.copied)
         if total - len(tails.burdened) <= available < total:
@@ -437,26 +440,6 @@ class KVCacheManager:
             self._cache.forget(tails.private)
         self.tables.seq_len[rows] += num_tokens
         return True
-
-    def _shared_tails(self, rows: Int64Array, lens: Int64Array) -> "_Tails":
-        """Partial tails that others can see. Only a fork or a truncation makes one (``_maybe_shared``).
-
-        If all holders of a tail grow in this batch and nothing cached builds on it, the last keeps it.
-        """
-        pool, index = self._cache.pool, self._cache.index
-        partial = lens % self.block_size != 0
-        tails = self.tables.blocks[rows, np.where(partial, lens // self.block_size, 0)]
-        copied = np.flatnonzero(partial & self._cache.is_shared(tails)).astype(np.int32)
-        unique, last, holders = np.unique(tails[copied][::-1], return_index=True, return_counts=True)
-        sole = pool.ref_count[unique] == holders
-        leaf = np.array([not index.indexed[b] or index.is_leaf(int(b)) for b in unique], np.bool_)
-        private = unique[sole & leaf]
-        return _Tails(
-            copied=np.delete(copied, len(copied) - 1 - last[sole & leaf]),
-            private=private[index.indexed[private]],
-            burdened=unique[sole & ~leaf],
-            burdened_rows=copied[len(copied) - 1 - last[sole & ~leaf]],
-        )
 
     def _commit_content(self, row: int, start: int, tokens: Int32Array, extra: SequenceExtra) -> None:
         """Store committed tokens, and share the blocks that they fill; nobody else holds those blocks."""
@@ -494,50 +477,6 @@ class KVCacheManager:
             del self._extra[row]
         else:
             self._extra[row] = extra
-
-    def _unused_slots(self) -> int:
-        """Slots of active blocks without a token: the ends of private tails, a shared tail counted once."""
-        rows = self.tables.rows(self.tables.seq_ids)
-        lens = self.tables.seq_len[rows]
-        partial = lens % self.block_size != 0
-        columns = np.where(partial, lens // self.block_size, 0)
-        tails = self.tables.blocks[rows, columns]
-        partial &= ~self._cache.index.indexed[tails]
-        private = partial & (self._cache.pool.ref_count[tails] == 1)
-        unused = int((self.block_size - lens[private] % self.block_size).sum())
-        fenced = self._cache.fenced_only()
-        unused += self.block_size * int(np.count_nonzero(~self._cache.index.indexed[fenced]))
-        for block in np.unique(tails[partial & ~private]).tolist():
-            unused += self.block_size - self._filled_slots(block, rows, lens)
-        return unused
-
-    def _filled_slots(self, block: int, rows: Int64Array, lens: Int64Array) -> int:
-        """Slots of a shared private block that at least one of its holders has reached."""
-        width = div_ceil(int(lens.max()), self.block_size)
-        holders, columns = np.nonzero(self.tables.blocks[rows, :width] == block)
-        reached = lens[holders] - columns * self.block_size
-        return int(np.minimum(reached, self.block_size).max())
-
-
-class _Tails(NamedTuple):
-    """Shared partial tails of a batch."""
-
-    copied: Int32Array
-    """Which rows of the batch must copy theirs."""
-    private: Int32Array
-    """Indexed blocks that their last holder keeps, so that they leave the index."""
-    burdened: Int32Array
-    """Blocks that would be private if nothing cached built on them."""
-    burdened_rows: Int32Array
-    """The last holder of each of those, among ``copied``."""
-
-    def unburdened(self) -> "_Tails":
-        """The same once nothing builds on the burdened blocks any more."""
-        copied = self.copied[~np.isin(self.copied, self.burdened_rows)]
-        return _Tails(copied, np.concatenate([self.private, self.burdened]), NO_BLOCKS, NO_BLOCKS)
-
-
-_NO_TAILS = _Tails(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 
 
 class _Counters:

@@ -120,6 +120,7 @@ FLOOR_0 = (
     "prefix_index",
     "spec",
     "stats",
+    "tails",
 )
 
 

@@ -19,10 +19,10 @@ from pagedkv.block_cache import BlockCache
 from pagedkv.block_pool import FREE, NO_BLOCKS
 from pagedkv.content import SequenceExtra
 from pagedkv.eviction import LRUOrder
-from pagedkv.manager import _NO_TAILS
 from pagedkv.namespace import ExtraKeys
 from pagedkv.page_table import Int32Array, SeqId
 from pagedkv.prefix_index import PrefixIndex
+from pagedkv.tails import NO_TAILS
 from pagedkv.testing import ShadowStorage, manager_state, random_walk
 
 UNSEEN = ("_seen", "_head", "_next")
@@ -487,7 +487,7 @@ POINTS: dict[str, list[Point]] = {
 }
 
 NUMPY = ["concatenate", "arange", "flatnonzero", "unique", "where", "zeros"]
-PLANNING = {"_match", "first", "acquire", "_shared_tails"}
+PLANNING = {"_match", "first", "acquire", "shared_tails"}
 """While one of these runs, the operations tested have changed nothing yet, or can take it back."""
 CHANGING = {"forget", "discard", "replace"}
 """Unless it has come to one of these."""
@@ -716,16 +716,12 @@ def blind_to_extra(*args: Any) -> Int32Array:
 
 
 def mutate_copy_on_write(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVCacheManager, "_shared_tails", lambda self, rows, lens: _NO_TAILS)
+    patch.setattr(pagedkv.manager, "shared_tails", lambda *args: NO_TAILS)
 
 
 def mutate_unindexing(patch: pytest.MonkeyPatch) -> None:
-    original = KVCacheManager._shared_tails
-    patch.setattr(
-        KVCacheManager,
-        "_shared_tails",
-        lambda self, rows, lens: original(self, rows, lens)._replace(private=NO_BLOCKS),
-    )
+    original = pagedkv.tails.shared_tails
+    patch.setattr(pagedkv.manager, "shared_tails", lambda *args: original(*args)._replace(private=NO_BLOCKS))
 
 
 def mutate_unindexing_of_inner_blocks(patch: pytest.MonkeyPatch) -> None:
@@ -738,13 +734,13 @@ def mutate_unindexing_at_all(patch: pytest.MonkeyPatch) -> None:
 
 def mutate_number_of_holders(patch: pytest.MonkeyPatch) -> None:
     """The last of a batch keeps a tail even if somebody outside the batch holds it too."""
-    original = KVCacheManager._shared_tails
+    original = pagedkv.tails.shared_tails
 
-    def tails(self: KVCacheManager, rows: Any, lens: Any) -> Any:
-        found = original(self, rows, lens)
+    def tails(*args: Any) -> Any:
+        found = original(*args)
         return found._replace(copied=found.copied[:-1])
 
-    patch.setattr(KVCacheManager, "_shared_tails", tails)
+    patch.setattr(pagedkv.manager, "shared_tails", tails)
 
 
 def mutate_namespaces(patch: pytest.MonkeyPatch) -> None:

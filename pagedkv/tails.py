@@ -1,0 +1,81 @@
+"""The partial last blocks of sequences: who else can see them, and what of them is unused."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedkv.arithmetic import div_ceil
+from pagedkv.block_cache import BlockCache
+from pagedkv.block_pool import NO_BLOCKS
+from pagedkv.page_table import Int32Array, Int64Array, PageTable
+
+
+class SharedTails(NamedTuple):
+    """What must happen to the partial tails of a batch before its sequences may grow."""
+
+    copied: Int32Array
+    """Which rows of the batch must copy theirs."""
+    private: Int32Array
+    """Indexed blocks that their last holder keeps, so that they leave the index."""
+    burdened: Int32Array
+    """Blocks that would be private if nothing cached built on them."""
+    burdened_rows: Int32Array
+    """The last holder of each of those, among ``copied``."""
+
+    def unburdened(self) -> "SharedTails":
+        """The same once nothing builds on the burdened blocks any more."""
+        copied = self.copied[~np.isin(self.copied, self.burdened_rows)]
+        return SharedTails(copied, np.concatenate([self.private, self.burdened]), NO_BLOCKS, NO_BLOCKS)
+
+
+NO_TAILS = SharedTails(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
+
+
+def shared_tails(cache: BlockCache, tables: PageTable, rows: Int64Array) -> SharedTails:
+    """The partial tails of ``rows`` that somebody else can see, through a table or the index.
+
+    Only a fork or a truncation makes one. If all holders of a tail grow in this batch and nothing
+    cached builds on it, the last of them keeps it. Cost: O(rows), vectorised; changes nothing.
+    """
+    index, lens = cache.index, tables.seq_len[rows]
+    partial = lens % tables.block_size != 0
+    tails = tables.blocks[rows, np.where(partial, lens // tables.block_size, 0)]
+    copied = np.flatnonzero(partial & cache.is_shared(tails)).astype(np.int32)
+    unique, last, holders = np.unique(tails[copied][::-1], return_index=True, return_counts=True)
+    sole = cache.pool.ref_count[unique] == holders
+    leaf = np.array([not index.indexed[b] or index.is_leaf(int(b)) for b in unique], np.bool_)
+    private = unique[sole & leaf]
+    return SharedTails(
+        copied=np.delete(copied, len(copied) - 1 - last[sole & leaf]),
+        private=private[index.indexed[private]],
+        burdened=unique[sole & ~leaf],
+        burdened_rows=copied[len(copied) - 1 - last[sole & ~leaf]],
+    )
+
+
+def unused_slots(cache: BlockCache, tables: PageTable) -> int:
+    """Slots of active blocks that hold no token of an open sequence; a shared tail counts once.
+
+    Cost: O(open sequences), and O(their blocks) for each private tail that several of them share.
+    """
+    rows = tables.rows(tables.seq_ids)
+    lens = tables.seq_len[rows]
+    partial = lens % tables.block_size != 0
+    tails = tables.blocks[rows, np.where(partial, lens // tables.block_size, 0)]
+    partial &= ~cache.index.indexed[tails]
+    private = partial & (cache.pool.ref_count[tails] == 1)
+    unused = int((tables.block_size - lens[private] % tables.block_size).sum())
+    fenced = cache.fenced_only()
+    unused += tables.block_size * int(np.count_nonzero(~cache.index.indexed[fenced]))
+    for block in np.unique(tails[partial & ~private]).tolist():
+        unused += tables.block_size - _filled_slots(tables, block, rows)
+    return unused
+
+
+def _filled_slots(tables: PageTable, block: int, rows: Int64Array) -> int:
+    """Slots of a shared private block that at least one of its holders has reached."""
+    lens = tables.seq_len[rows]
+    width = div_ceil(int(lens.max()), tables.block_size)
+    holders, columns = np.nonzero(tables.blocks[rows, :width] == block)
+    reached = lens[holders] - columns * tables.block_size
+    return int(np.minimum(reached, tables.block_size).max())
