@@ -82,7 +82,8 @@ def paged_attention(
         seq_lens: [num_seqs] int32, KV entries of each sequence including the token of this step, 0 and more.
         scale: factor of the logits, ``1 / sqrt(head_dim)`` by default.
         k_scale, v_scale: [num_blocks, num_kv_heads, block_size] fp32, for int8 and only then.
-        window: see only the last ``window`` positions, the token of this step among them.
+        window: see only the last ``window`` positions, the token of this step among them; for a layer of a
+            storage this is ``kv.window``. None: see all.
         sinks: [num_q_heads], a learned logit per head that takes weight but has no value (as in gpt-oss);
             neither ``scale`` nor ``softcap`` applies to it.
         softcap: bound of the logits (as in Gemma 2).

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -112,8 +113,10 @@ class AttentionArguments:
     def _check_options(self) -> None:
         if not math.isfinite(self.scale):
             raise PagedKVError(f"scale must be finite, got {self.scale}")
-        if self.window is not None and self.window < 1:
-            raise PagedKVError(f"window must be at least 1 (the token of this step), got {self.window}")
+        if self.window is not None and not _is_positive_int(self.window):
+            raise PagedKVError(
+                f"window must be an integer of at least 1 (the token of this step), got {self.window!r}"
+            )
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise PagedKVError(f"softcap must be positive and finite, got {self.softcap}")
         if self.sinks is not None:
@@ -162,6 +165,11 @@ class AttentionArguments:
 def _check_dim(name: str, x: Tensor, wanted: str) -> None:
     if x.dim() != wanted.count(",") + 1:
         raise PagedKVError(f"{name} must be {wanted}, got {_shape(x)}")
+
+
+def _is_positive_int(value: object) -> bool:
+    # numpy integers are Integral too; True is a mistake, not 1
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

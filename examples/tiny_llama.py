@@ -222,7 +222,14 @@ def decode_step(
         cache.write(layer, k, v, batch.slot_mapping)
         kv = cache.layer(layer)
         return paged_attention(
-            q, kv.k, kv.v, batch.block_tables, batch.seq_lens, k_scale=kv.k_scale, v_scale=kv.v_scale
+            q,
+            kv.k,
+            kv.v,
+            batch.block_tables,
+            batch.seq_lens,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            window=kv.window,
         )
 
     logits = model.forward(tokens, batch.positions, attend)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pagedkv.block_cache import BlockCopies
 from pagedkv.block_pool import BlockPool
 from pagedkv.errors import BlockError, NeverFits, PagedKVError, SequenceError, SpecError
+from pagedkv.events import BlocksRemoved, BlocksStored, prefix_digests
 from pagedkv.manager import KVCacheManager, Opened
 from pagedkv.namespace import Media, Namespace
 from pagedkv.page_table import NULL_BLOCK, PAD_SLOT, PageTable
@@ -27,6 +28,8 @@ __all__ = [
     "BlockCopies",
     "BlockError",
     "BlockPool",
+    "BlocksRemoved",
+    "BlocksStored",
     "CacheBytes",
     "DecodeBatch",
     "KVCacheManager",
@@ -43,6 +46,7 @@ __all__ = [
     "PagedKVError",
     "SequenceError",
     "SpecError",
+    "prefix_digests",
 ]
 
 

@@ -1,19 +1,21 @@
 """The arithmetic of blocks, written once."""
 
+from typing import Any, overload
 
-def div_ceil(a: int, b: int) -> int:
-    """Smallest integer not below ``a / b``, for ``b > 0``.
+import numpy as np
+import numpy.typing as npt
+
+
+@overload
+def div_ceil(a: int, b: int) -> int: ...
+@overload
+def div_ceil(a: npt.NDArray[np.int64], b: int) -> npt.NDArray[np.int64]: ...
+def div_ceil(a: Any, b: int) -> Any:
+    """Smallest integers not below ``a / b``, for ``b > 0``: blocks of size b that a tokens need.
 
     >>> div_ceil(500, 16), div_ceil(512, 16), div_ceil(0, 16)
     (32, 32, 0)
+    >>> div_ceil(np.array([33, 0]), 16).tolist()
+    [3, 0]
     """
     return -(-a // b)
-
-
-def last_block_num_tokens(num_tokens: int, block_size: int) -> int:
-    """Tokens in the last block of a sequence: 1..block_size, or 0 for an empty sequence.
-
-    >>> last_block_num_tokens(33, 16), last_block_num_tokens(32, 16), last_block_num_tokens(0, 16)
-    (1, 16, 0)
-    """
-    return num_tokens - (div_ceil(num_tokens, block_size) - 1) * block_size if num_tokens else 0

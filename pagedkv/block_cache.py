@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv.block_pool import CACHED, FREE, NO_BLOCKS, BlockPool
 from pagedkv.errors import SequenceError
@@ -127,12 +128,12 @@ class BlockCache:
         return held
 
     def _insert(self, ids: Int32Array, tokens: Int32Array, extra: Int32Array, parent: int) -> None:
+        if self.events is not None:
+            keys = [self.extra_keys.key(i) if i else None for i in extra.tolist()]
+            self.events.stored(ids, tokens, keys, parent)
         self.index.insert(ids, extra, parent)
         for extra_id in extra[extra > 0].tolist():
             self.extra_keys.share(extra_id)
-        if self.events is not None:
-            keys: list[object] = [self.extra_keys.key(i) if i else None for i in extra.tolist()]
-            self.events.stored(ids, tokens, keys, parent)
 
     def forget(self, ids: Int32Array) -> None:
         """Remove blocks from the index, and their extra keys with them."""
@@ -151,9 +152,10 @@ class BlockCache:
         ids = self.index.behind(blocks)
         return ids if (self.pool.state[ids] == CACHED).all() else None
 
-    def is_shared(self, ids: Int32Array) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
+    def is_shared(self, ids: Int32Array) -> npt.NDArray[np.bool_]:
         """Which blocks somebody else can see: another sequence, or a later one through the index."""
-        return self.index.indexed[ids] | (self.pool.ref_count[ids] > 1)
+        shared: npt.NDArray[np.bool_] = self.index.indexed[ids] | (self.pool.ref_count[ids] > 1)
+        return shared
 
     def replace(self, old: Int32Array, new: Int32Array) -> None:
         """Let ``new`` blocks take the place of shared tails: note the copies, give up the old ones."""

@@ -40,18 +40,19 @@ class PagedKVCache:
 
     The sequence methods are the manager's. Copies that copy-on-write asks for are run when a sequence
     grows and again before a write, so no write is lost to one. ``manager`` and ``storage`` are there for
-    everything else (``manager.tables`` writes batches into your own buffers).
+    everything else: ``manager.can_admit``, fences, events, ``manager.tables`` for your own buffers.
 
     >>> import torch
     >>> from pagedkv.attention import paged_attention
     >>> spec = KVCacheSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=4, dtype="fp32", block_size=4)
     >>> cache = PagedKVCache(spec, num_blocks=16)
     >>> prompt = [3, 1, 4, 1, 5]
-    >>> cache.open("a", prompt)
+    >>> opened = cache.open("a", prompt); opened
     Opened(num_tokens=5, num_cached_tokens=0)
-    >>> k = v = torch.ones(5, 1, 4)
+    >>> new = prompt[opened.num_cached_tokens :]
+    >>> k = v = torch.ones(len(new), 1, 4)
     >>> cache.write(0, k, v, cache.slots("a"))
-    >>> cache.commit("a", prompt)
+    >>> cache.commit("a", new)
     >>> cache.step(["a"])
     True
     >>> batch = cache.batch(["a"])
@@ -127,8 +128,12 @@ class PagedKVCache:
         """Give up a sequence; see ``KVCacheManager.close``."""
         self.manager.close(seq_id)
 
-    def slots(self, seq_id: SeqId, start: int = 0, stop: int | None = None) -> Tensor:
-        """Slots of a range of positions, int64 [stop - start]: the ``slot_mapping`` of a prefill chunk."""
+    def slots(self, seq_id: SeqId, start: int | None = None, stop: int | None = None) -> Tensor:
+        """Slots of a range of positions, int64 [stop - start]: the ``slot_mapping`` of a prefill chunk.
+
+        By default all that is not committed yet. What is committed may be shared: never write it again.
+        """
+        start = self.manager.num_committed(seq_id) if start is None else start
         return torch.from_numpy(self.manager.tables.slots(seq_id, start, stop)).to(self.storage.device)
 
     def batch(self, seq_ids: Sequence[SeqId]) -> DecodeBatch:

@@ -1,9 +1,14 @@
 """What became findable and what ceased to be: the stream that a router or a second index follows."""
 
 import hashlib
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from pagedkv.page_table import Int32Array
+from pagedkv.content import SequenceExtra, as_token_array
+from pagedkv.namespace import Media, Namespace
+from pagedkv.page_table import NULL_BLOCK, Int32Array
+
+_DIGEST_BYTES = 32
 
 
 class BlocksStored(NamedTuple):
@@ -45,21 +50,24 @@ class EventLog:
         self._events: list[Event] = []
         self._next = 0
 
-    def stored(self, ids: Int32Array, tokens: Int32Array, extra: list[object], parent: int) -> None:
+    def stored(
+        self, ids: Int32Array, tokens: Int32Array, extra: Sequence[tuple[object, ...] | None], parent: int
+    ) -> None:
         """Note that blocks are indexed behind ``parent`` (the null block for the first)."""
-        before = self._digest_of.get(parent)
-        digests, digest = [], before
-        little = tokens.astype("<i4", copy=False)
-        for block, row, key in zip(ids.tolist(), little, extra, strict=True):
-            digest = self._digest(digest, row.tobytes(), key)
-            self._digest_of[block] = digest
-            digests.append(digest)
-        self._events.append(BlocksStored(self._number(), before, tuple(digests), tokens.copy()))
+        before = self._digest_of[parent] if parent != NULL_BLOCK else None
+        digests = tuple(chain_digests(tokens, extra, before, self._seed))
+        event = BlocksStored(self._next, before, digests, tokens.copy())
+        self._digest_of.update(zip(ids.tolist(), digests, strict=True))
+        self._events.append(event)
+        self._next += 1
 
     def removed(self, ids: Int32Array) -> None:
         """Note that blocks are no longer indexed."""
-        digests = tuple(self._digest_of.pop(block) for block in ids.tolist())
-        self._events.append(BlocksRemoved(self._number(), digests))
+        blocks = ids.tolist()
+        self._events.append(BlocksRemoved(self._next, tuple(self._digest_of[block] for block in blocks)))
+        self._next += 1
+        for block in blocks:
+            del self._digest_of[block]
 
     def take(self) -> list[Event]:
         """Hand over the events since the last call, oldest first."""
@@ -70,10 +78,39 @@ class EventLog:
         """Digests of all indexed blocks."""
         return set(self._digest_of.values())
 
-    def _number(self) -> int:
-        self._next += 1
-        return self._next - 1
 
-    def _digest(self, parent: bytes | None, tokens: bytes, extra: object) -> bytes:
-        content = b"".join((parent or bytes(32), tokens, repr(extra).encode() if extra is not None else b""))
-        return hashlib.blake2b(content, digest_size=32, key=self._seed).digest()
+def prefix_digests(
+    tokens: Any,
+    block_size: int,
+    *,
+    seed: bytes = b"",
+    namespace: Namespace | None = None,
+    media: Iterable[Media] = (),
+) -> list[bytes]:
+    """Digests of the full blocks of a prompt, as the events name them: what a router looks up.
+
+    Raises ``PagedKVError`` for tokens, a namespace or media that ``open`` would refuse. Cost: O(n).
+
+    >>> from pagedkv import KVCacheManager
+    >>> manager = KVCacheManager(num_blocks=4, block_size=2)
+    >>> manager.record_events()
+    >>> _ = manager.open("a", [1, 2, 3, 4, 5]); manager.commit("a", [1, 2, 3, 4, 5])
+    >>> manager.take_events()[0].digests == tuple(prefix_digests([1, 2, 3, 4, 5], block_size=2))
+    True
+    """
+    prompt = as_token_array(tokens)
+    extra = SequenceExtra.build(namespace, media, len(prompt), block_size)
+    full = len(prompt) // block_size
+    rows = prompt[: full * block_size].reshape(full, block_size)
+    return list(chain_digests(rows, [extra.by_block.get(i) for i in range(full)], None, seed))
+
+
+def chain_digests(
+    tokens: Int32Array, extra: Sequence[tuple[object, ...] | None], parent: bytes | None, seed: bytes
+) -> Iterator[bytes]:
+    """Digest of each block, chained from ``parent`` on (None: the start of a sequence)."""
+    digest = parent or bytes(_DIGEST_BYTES)
+    for row, key in zip(tokens.astype("<i4", copy=False), extra, strict=True):
+        content = digest + row.tobytes() + (repr(key).encode() if key is not None else b"")
+        digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES, key=seed).digest()
+        yield digest

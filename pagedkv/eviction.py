@@ -1,5 +1,7 @@
 """The order in which cached blocks are given up: least recently used, leaves first."""
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -55,23 +57,29 @@ class LRUOrder:
 
     def first(self, count: int, keep: Int32Array) -> Int32Array:
         """Up to ``count`` least recently used ids, oldest first, none of them in ``keep``."""
+        if not len(keep):
+            return self._oldest(count, self._any)
         self._kept[keep] = True
         try:
-            return self._oldest(count)
+            return self._oldest(count, lambda ids: ids[~self._kept[ids]])
         finally:
             self._kept[keep] = False
 
-    def _oldest(self, count: int) -> Int32Array:
-        """Scan windows from the head until enough entries are found that are valid and not kept."""
+    @staticmethod
+    def _any(ids: Int32Array) -> Int32Array:
+        return ids
+
+    def _oldest(self, count: int, choose: Callable[[Int32Array], Int32Array]) -> Int32Array:
+        """Scan windows from the head until ``choose`` has left enough of their valid entries."""
         parts: list[Int32Array] = []
-        start, width = self._head, max(64, 2 * count)
+        start, width = self._head, count + 64
         while count > 0 and start < self._tail:
             stop = min(start + width, self._tail)
             window = self._log[start:stop]
-            valid = self._place[window] == self._places[start:stop]
-            if start == self._head and not valid.any():
+            valid = window[self._place[window] == self._places[start:stop]]
+            if start == self._head and not len(valid):
                 self._head = stop  # void entries stay void: never scan them again
-            found = window[valid & ~self._kept[window]][:count]
+            found = choose(valid)[:count]
             parts.append(found)
             count -= len(found)
             start, width = stop, 2 * width
@@ -79,11 +87,11 @@ class LRUOrder:
 
     def _compact(self) -> None:
         """Move the valid entries to the front; at most num_blocks of them, so half the log is free again."""
-        ids = self._oldest(len(self._place))
+        ids = self._oldest(len(self._place), self._any)
         self._log[: len(ids)] = ids
         self._place[ids] = self._places[: len(ids)]
         self._head, self._tail = 0, len(ids)
 
     def ids(self) -> Int32Array:
         """All ids, least recently used first."""
-        return self._oldest(len(self._place))
+        return self._oldest(len(self._place), self._any)

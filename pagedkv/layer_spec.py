@@ -35,6 +35,12 @@ def whole_number(name: str, value: SupportsIndex, minimum: int) -> int:
     return number
 
 
+def check_dtype(dtype: object) -> None:
+    """Refuse what is not the name of a cache dtype with ``SpecError``."""
+    if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
+        raise SpecError(f"dtype is {dtype!r}; supported: {', '.join(ELEMENT_BYTES)}")
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """What one layer stores for one token. Layers that store the same compare and hash equal.
@@ -118,8 +124,7 @@ class LayerSpec:
         >>> LayerSpec(num_kv_heads=8, head_dim=128).bytes_per_token("int8")
         2112
         """
-        if dtype not in ELEMENT_BYTES:
-            raise SpecError(f"dtype is {dtype!r}; supported: {', '.join(ELEMENT_BYTES)}")
+        check_dtype(dtype)
         num_scales = self.num_kv_heads * (1 if self.is_latent else 2)
         return self.elements_per_token * ELEMENT_BYTES[dtype] + num_scales * SCALE_BYTES[dtype]
 

@@ -76,9 +76,10 @@ class KVCacheManager:
     ) -> None:
         """Make a manager of ``num_blocks`` usable blocks of ``block_size`` tokens.
 
-        ``max_seqs`` sequences can be open at once, each of at most ``max_seq_len`` tokens (default:
-        the whole pool). ``open`` leaves the share ``watermark`` of the pool available for the growth
-        of sequences that are open. ``prefix_caching=False`` neither looks up nor keeps content.
+        ``max_seqs`` sequences can be open at once, each of at most ``max_seq_len`` tokens (default: the
+        whole pool; state it for a large one, since the page table reserves room for both). ``open``
+        leaves the share ``watermark`` of the pool available for the growth of sequences that are open.
+        ``prefix_caching=False`` neither looks up nor keeps content.
         """
         num_blocks = _count("num_blocks", num_blocks, 1)
         if num_blocks > MOST_BLOCKS:
@@ -109,6 +110,14 @@ class KVCacheManager:
     def counts(self) -> BlockCounts:
         """Free, cached and active blocks now. Cost: O(1)."""
         return self._cache.pool.counts
+
+    @property
+    def used_slots(self) -> int:
+        """Slots of active blocks that a token of an open sequence is assigned to, a shared one once.
+
+        Cost: O(open sequences), and O(their blocks) for each partial tail that several share.
+        """
+        return self.counts.active * self.block_size - unused_slots(self._cache, self.tables)
 
     # -- sequences
 
@@ -191,7 +200,8 @@ class KVCacheManager:
         ``tokens`` int [n] continue where the last commit (or the hit of ``open``) ended and may not go
         beyond the sequence's length (``SequenceError``). ``media`` that starts among them and was not
         given to ``open`` is given here, with offsets in the sequence. If an equal block is cached
-        already, the sequence takes that one and gives up its own, so tables change. Cost: O(n), vectorised.
+        already, the sequence takes that one and gives up its own, so tables change. The manager keeps no
+        prompt: that these are the tokens given to ``open`` is the caller's word. Cost: O(n), vectorised.
         """
         row = self.tables.row(seq_id)
         ids = as_token_array(tokens)
@@ -345,7 +355,7 @@ class KVCacheManager:
         return int(self._committed[self.tables.row(seq_id)])
 
     def stats(self) -> ManagerStats:
-        """Snapshot of states and counters. Cost: O(open sequences)."""
+        """Snapshot of states and counters. Cost: as ``used_slots``."""
         counts = self.counts
         return ManagerStats(
             num_blocks=self.num_blocks,
@@ -353,7 +363,7 @@ class KVCacheManager:
             free_blocks=counts.free,
             cached_blocks=counts.cached,
             active_blocks=counts.active,
-            used_slots=counts.active * self.block_size - unused_slots(self._cache, self.tables),
+            used_slots=self.used_slots,
             fenced_blocks=len(self._cache.fenced_only()),
             indexed_blocks=len(self._cache.index),
             num_seqs=len(self.tables),
@@ -410,7 +420,7 @@ class KVCacheManager:
     def _extend(self, rows: Int64Array, num_tokens: int) -> bool:
         lens = self.tables.seq_len[rows]
         self._require_fits(int(lens.max(initial=0)) + num_tokens)
-        have, need = -(-lens // self.block_size), -(-(lens + num_tokens) // self.block_size)
+        have, need = div_ceil(lens, self.block_size), div_ceil(lens + num_tokens, self.block_size)
         grow = need - have
         tails = NO_TAILS
         if self._maybe_shared and num_tokens:

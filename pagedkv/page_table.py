@@ -60,6 +60,10 @@ class PageTable:
         """How many more sequences can be open at once."""
         return len(self._free_rows)
 
+    def open_rows(self) -> Int64Array:
+        """Rows of the open sequences, in the order in which they were opened."""
+        return np.fromiter(self._rows.values(), np.int64, len(self._rows))
+
     # -- reading one sequence
 
     def row(self, seq_id: SeqId) -> int:
@@ -71,6 +75,8 @@ class PageTable:
 
     def rows(self, seq_ids: Sequence[SeqId]) -> Int64Array:
         """Rows of distinct open sequences, in the order given; ``SequenceError`` otherwise."""
+        if isinstance(seq_ids, str):
+            raise SequenceError(f"a batch is a list of sequence ids, got the text {seq_ids!r}")
         try:
             rows = list(map(self._rows.__getitem__, seq_ids))
         except KeyError as error:
@@ -188,7 +194,7 @@ class PageTable:
         """
         rows = self.rows(seq_ids)
         lens = self.seq_len[rows]
-        counts = -(-lens // self.block_size)
+        counts = div_ceil(lens, self.block_size)
         n, total = len(rows), int(counts.sum())
         _require(kv_last_page_len, "kv_last_page_len", np.int32, (None,), (n,))
         _require(kv_indptr, "kv_indptr", np.int32, (len(kv_last_page_len) + 1,), (n + 1,))

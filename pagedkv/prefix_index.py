@@ -136,21 +136,18 @@ class PrefixIndex:
 
     def behind(self, blocks: Int32Array) -> Int32Array:
         """All indexed blocks that continue any of ``blocks``, children first. Cost: O(runs)."""
-        cut = {int(self._run_of[block]): int(self._position[block]) + 1 for block in blocks}
         below: dict[int, list[_Run]] = {}
         for run in self._runs.values():
             if run.parent is not None:
                 below.setdefault(run.parent.number, []).append(run)
-        found: list[Int32Array] = []
-
-        def visit(run: _Run, at: int) -> None:
-            for child in below.get(run.number, []):
-                visit(child, 0)
-            found.append(run.ids[at : run.length][::-1])
-
-        for number, at in cut.items():
-            visit(self._runs[number], at)
-        return np.concatenate(found)
+        found = [self._runs[int(self._run_of[block])] for block in blocks]
+        ends = self._position[blocks].tolist()
+        parts = [run.ids[end + 1 : run.length][::-1] for run, end in zip(found, ends, strict=True)]
+        while found:
+            children = below.get(found.pop().number, [])
+            found += children
+            parts += [child.ids[: child.length][::-1] for child in children]
+        return np.concatenate(parts[::-1])
 
     def chains(self) -> Iterator[tuple[int, Int32Array]]:
         """Every run as (id of the block before it, its ids): the whole tree, for checks and exports."""

@@ -13,7 +13,7 @@ from typing import Final, SupportsIndex
 
 from pagedkv.errors import SpecError
 from pagedkv.hf_config import load_config, read_dtype, read_layers
-from pagedkv.layer_spec import ELEMENT_BYTES, LayerSpec, whole_number
+from pagedkv.layer_spec import ELEMENT_BYTES, LayerSpec, check_dtype, whole_number
 
 __all__ = ["ELEMENT_BYTES", "KVCacheSpec", "LayerSpec"]
 
@@ -55,8 +55,7 @@ class KVCacheSpec:
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, LayerSpec):
                 raise SpecError(f"layers[{index}] must be a LayerSpec, got {layer!r}")
-        if self.dtype not in ELEMENT_BYTES:
-            raise SpecError(f"dtype is {self.dtype!r}; supported: {', '.join(ELEMENT_BYTES)}")
+        check_dtype(self.dtype)
         object.__setattr__(self, "block_size", whole_number("block_size", self.block_size, 1))
 
     @classmethod
@@ -120,8 +119,8 @@ class KVCacheSpec:
         return {layer: tuple(indices) for layer, indices in members.items()}
 
     @cached_property
-    def _bytes_by_window(self) -> tuple[tuple[int | None, int], ...]:
-        # a step asks for bytes once per sequence, so layers are summed once per distinct window
+    def bytes_by_window(self) -> tuple[tuple[int | None, int], ...]:
+        """(window or None, bytes per token of all layers with it), in order of first appearance."""
         totals: dict[int | None, int] = {}
         for layer in self.layers:
             totals[layer.window] = totals.get(layer.window, 0) + layer.bytes_per_token(self.dtype)
@@ -144,7 +143,7 @@ class KVCacheSpec:
         >>> KVCacheSpec((LayerSpec(4, 64, window=128), LayerSpec(4, 64))).growth_past_window
         1024
         """
-        return dict(self._bytes_by_window).get(None, 0)
+        return dict(self.bytes_by_window).get(None, 0)
 
     def _layer(self, layer_index: SupportsIndex) -> LayerSpec:
         index = whole_number("layer_index", layer_index, 0)
@@ -188,7 +187,7 @@ class KVCacheSpec:
         tokens = whole_number("context", context, 0)
         return sum(
             size * (tokens if window is None else min(tokens, window))
-            for window, size in self._bytes_by_window
+            for window, size in self.bytes_by_window
         )
 
     def bytes_read(self, context: SupportsIndex) -> int:

@@ -8,7 +8,7 @@ from pagedkv.spec import KVCacheSpec
 
 
 class CacheBytes(NamedTuple):
-    """Bytes of the whole pool, of blocks held, of blocks kept for reuse, and of tokens really stored.
+    """Bytes of the whole pool, of blocks held, of blocks kept for reuse, and of slots that tokens use.
 
     Usable blocks only: a storage also allocates the null block.
     """
@@ -23,15 +23,17 @@ class CacheBytes(NamedTuple):
 class ManagerStats:
     """State and counters of a manager at one moment.
 
-    Blocks: ``free_blocks + cached_blocks + active_blocks == num_blocks``. Slots: ``used_slots`` of the
-    ``active_blocks * block_size`` slots hold a token of an open sequence (or of a full block shared
-    with the prefix cache); a slot shared by several sequences counts once. ``indexed_blocks`` can be
-    found by content: the cached ones and the full committed ones of open sequences. ``fenced_blocks`` are
-    active only because a fence holds them.
+    Blocks: ``free_blocks + cached_blocks + active_blocks == num_blocks``; ``fenced_blocks`` of the active
+    ones are held by fences alone. ``indexed_blocks`` can be found by content: the cached ones and the full
+    committed ones of open sequences.
 
-    Counters since the manager was made, over ``num_opened`` successful opens:
-    ``queried_tokens`` prompt tokens, of which ``hit_tokens`` were in the cache;
-    ``queried_blocks`` full prompt blocks, of which ``hit_blocks`` were.
+    Slots: ``used_slots`` of the ``active_blocks * block_size`` are assigned to a token of an open sequence,
+    written already or about to be, or belong to a full block that the prefix cache shares; a slot of
+    several sequences counts once.
+
+    Counters since the manager was made, over ``num_opened`` successful opens: ``queried_tokens`` prompt
+    tokens, of which ``hit_tokens`` were in the cache; ``queried_blocks`` full prompt blocks, of which
+    ``hit_blocks`` were. A sequence that is opened again after a preemption counts again.
     """
 
     num_blocks: int

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagedkv.arithmetic import div_ceil
 from pagedkv.errors import BlockError, PagedKVError
+from pagedkv.layer_spec import whole_number
 from pagedkv.page_table import NULL_BLOCK, PAD_SLOT
 from pagedkv.quantization import NonFiniteError, dequantize, quantize
 from pagedkv.spec import KVCacheSpec, LayerSpec
@@ -36,12 +37,15 @@ class LayerKV(NamedTuple):
     v: [num_rows, num_kv_heads, block_size, v_head_dim], storage dtype; for MLA the first ``latent_rank``
         entries of ``k``.
     k_scale, v_scale: [num_rows, num_kv_heads, block_size] fp32 for int8, else None.
+    window: tokens that the layer reads, from its spec; None for all. Pass it on, nothing else applies it:
+        ``paged_attention(q, kv.k, kv.v, ..., window=kv.window)``.
     """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
+    window: int | None
 
 
 class KVPair(NamedTuple):
@@ -95,12 +99,12 @@ class KVStorage:
             layout: order of a block in memory, "HND" (head, slot, dim) or "NHD" (slot, head, dim).
 
         Raises:
-            PagedKVError: fewer than one block, or an unknown layout.
+            PagedKVError: no whole number of blocks, fewer than one, or an unknown layout.
         """
-        if num_blocks < 1 or layout not in ("HND", "NHD"):
-            raise PagedKVError(f"need num_blocks >= 1 and layout HND or NHD, got {num_blocks} and {layout!r}")
+        if layout not in ("HND", "NHD"):
+            raise PagedKVError(f"layout must be HND or NHD, got {layout!r}")
         self.spec = spec
-        self.num_blocks = num_blocks
+        self.num_blocks = whole_number("num_blocks", num_blocks, 1)
         self.block_size = spec.block_size
         self.layout = layout
         self.dtype = STORAGE_DTYPES[spec.dtype]
@@ -124,7 +128,7 @@ class KVStorage:
         return tuple(self._buffers)
 
     def layer(self, index: int) -> LayerKV:
-        """The views of one layer. O(1).
+        """The views of one layer, and its window. O(1).
 
         Raises:
             PagedKVError: there is no such layer.
@@ -133,8 +137,9 @@ class KVStorage:
             raise PagedKVError(f"no layer {index}, the storage has layers 0..{len(self._layers) - 1}")
         return self._layers[index]
 
+    @torch.no_grad()
     def write(self, layer: int, k: Tensor, v: Tensor | None, slot_mapping: Tensor) -> None:
-        """Store one vector per token, head and kind; int8 quantizes on the way.
+        """Store one vector per token, head and kind; int8 quantizes on the way. No gradient is recorded.
 
         Args:
             layer: index of the layer.
@@ -173,6 +178,7 @@ class KVStorage:
             if scale is not None and new_scale is not None:
                 scale[block_ids, :, offsets] = new_scale
 
+    @torch.no_grad()
     def copy_blocks(self, src: BlockIds, dst: BlockIds) -> None:
         """Copy block ``src[i]`` onto block ``dst[i]``: all layers, keys, values and scales together.
 
@@ -237,8 +243,8 @@ class KVStorage:
         else:
             v, v_scale = self._allocate(shape, len(layers), shape.value_dim, scaled)
         for row, layer in enumerate(layers):
-            scales = (None if scale is None else scale[row] for scale in (k_scale, v_scale))
-            self._layers[layer] = LayerKV(k[row], v[row], *scales)
+            k_scale_row, v_scale_row = (None if x is None else x[row] for x in (k_scale, v_scale))
+            self._layers[layer] = LayerKV(k[row], v[row], k_scale_row, v_scale_row, shape.window)
 
     def _allocate(
         self, shape: LayerSpec, num_layers: int, dim: int, scaled: bool
@@ -258,12 +264,14 @@ class KVStorage:
         return values, scale
 
     def _check_slot_mapping(self, slot_mapping: Tensor) -> None:
+        _check_tensor("slot_mapping", slot_mapping)
         if slot_mapping.dim() != 1 or slot_mapping.dtype != torch.int64:
             got = f"{slot_mapping.dtype} {tuple(slot_mapping.shape)}"
             raise PagedKVError(f"slot_mapping must be int64 [n], got {got}")
         self._check_device("slot_mapping", slot_mapping)
 
     def _check_vectors(self, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+        _check_tensor(name, x)
         if x.shape != shape or not x.is_floating_point():
             raise PagedKVError(f"{name} must be floats {shape}, got {x.dtype} {tuple(x.shape)}")
         self._check_device(name, x)
@@ -310,6 +318,11 @@ def _tokens(values: Tensor, scale: Tensor | None, ids: Tensor, seq_len: int) -> 
     if scale is None:
         return tokens.contiguous()
     return dequantize(tokens, scale[ids].transpose(1, 2).flatten(0, 1)[:seq_len]).contiguous()
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise PagedKVError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def _refuse_repeated(what: str, ids: Tensor) -> None:

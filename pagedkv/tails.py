@@ -35,7 +35,8 @@ def shared_tails(cache: BlockCache, tables: PageTable, rows: Int64Array) -> Shar
     """The partial tails of ``rows`` that somebody else can see, through a table or the index.
 
     Only a fork or a truncation makes one. If all holders of a tail grow in this batch and nothing
-    cached builds on it, the last of them keeps it. Cost: O(rows), vectorised; changes nothing.
+    cached builds on it, the last of them keeps it. Changes nothing. Cost: O(rows), vectorised, plus
+    O(1) for each such tail.
     """
     index, lens = cache.index, tables.seq_len[rows]
     partial = lens % tables.block_size != 0
@@ -58,22 +59,24 @@ def unused_slots(cache: BlockCache, tables: PageTable) -> int:
 
     Cost: O(open sequences), and O(their blocks) for each private tail that several of them share.
     """
-    rows = tables.rows(tables.seq_ids)
-    lens = tables.seq_len[rows]
-    partial = lens % tables.block_size != 0
-    tails = tables.blocks[rows, np.where(partial, lens // tables.block_size, 0)]
-    partial &= ~cache.index.indexed[tails]
-    private = partial & (cache.pool.ref_count[tails] == 1)
-    unused = int((tables.block_size - lens[private] % tables.block_size).sum())
-    fenced = cache.fenced_only()
-    unused += tables.block_size * int(np.count_nonzero(~cache.index.indexed[fenced]))
-    for block in np.unique(tails[partial & ~private]).tolist():
-        unused += tables.block_size - _filled_slots(tables, block, rows)
+    rows = tables.open_rows()
+    filled = tables.seq_len[rows] % tables.block_size
+    rows, filled = rows[filled > 0], filled[filled > 0]
+    tails = tables.blocks[rows, tables.seq_len[rows] // tables.block_size]
+    seen = cache.is_shared(tails)
+    unused = int((tables.block_size - filled[~seen]).sum())
+    if cache.fences:
+        fenced = cache.fenced_only()
+        unused += tables.block_size * int(np.count_nonzero(~cache.index.indexed[fenced]))
+    if seen.any():
+        for block in np.unique(tails[seen & ~cache.index.indexed[tails]]).tolist():
+            unused += tables.block_size - _filled_slots(tables, block)
     return unused
 
 
-def _filled_slots(tables: PageTable, block: int, rows: Int64Array) -> int:
-    """Slots of a shared private block that at least one of its holders has reached."""
+def _filled_slots(tables: PageTable, block: int) -> int:
+    """Slots of a private block, the tail of several sequences, that at least one of them has reached."""
+    rows = tables.open_rows()
     lens = tables.seq_len[rows]
     width = div_ceil(int(lens.max()), tables.block_size)
     holders, columns = np.nonzero(tables.blocks[rows, :width] == block)

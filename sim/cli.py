@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from pagedkv import __version__
 from pagedkv.errors import PagedKVError
@@ -19,11 +20,27 @@ EXAMPLES = """examples:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all errors of the command line are."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown options where they stand, so that the error names the command."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message without the usage, which would bury it."""
+        _print_error(f"{message} (see {self.prog} --help)")
+        self.exit(2)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Raises ``PagedKVError`` without rich."""
     from pagedkv.sim import plan_commands, replay_command, trace_command, validate_command
 
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="pagedkv",
         description="Replay long-context traces through a real KV-cache manager, and plan with its bytes.",
         epilog=EXAMPLES,
@@ -39,7 +56,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 a check failed, 2 a mistake, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        if list(argv) == ["--version"]:  # before the commands are imported, which need rich
+            print(f"pagedkv {__version__}", flush=True)
+            return 0
         args = build_parser().parse_args(argv)
         code: int = args.run(args)
         sys.stdout.flush()
@@ -49,11 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (PagedKVError, OSError) as error:
-        print(f"pagedkv: error: {error}", file=sys.stderr)
+        _print_error(str(error))
         return 2
     except MemoryError:
-        print("pagedkv: error: not enough memory for these sizes", file=sys.stderr)
+        _print_error("not enough memory for these sizes")
         return 2
     except KeyboardInterrupt:
         print("pagedkv: interrupted", file=sys.stderr)
         return 130
+
+
+def _print_error(message: str) -> None:
+    # a path or an argument may hold a line break
+    print(f"pagedkv: error: {' '.join(message.splitlines())}", file=sys.stderr)

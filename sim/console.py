@@ -41,10 +41,10 @@ def show_table(
     for row in rows:
         table.add_row(*map(Text, row))  # Text, because rich takes [ms] in a string for markup
     out = console()
-    out.print(title, style="bold", markup=False)
+    out.print(title, style="bold", markup=False, soft_wrap=True)
     out.print(table)
     for note in notes:
-        out.print(note, style="dim", markup=False)
+        out.print(note, style="dim", markup=False, soft_wrap=True)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pagedkv.arithmetic import div_ceil
+from pagedkv.block_pool import BlockCounts
 from pagedkv.errors import NeverFits, PagedKVError
 from pagedkv.manager import KVCacheManager
 from pagedkv.page_table import Int32Array
@@ -61,17 +62,15 @@ class _StepCost:
         self.model, self.chunks = model, chunks
         self.num_tokens = len(contexts) + sum(n for _, n in chunks)
         self.num_samples = len(contexts) + num_ending
-        self.decode_bytes = model.kv_bytes(contexts)
-        self.decode_growth = model.kv_growth(contexts)
+        self.decode_kv_s = model.decode_kv_s(contexts)
+        self.decode_growth_s = model.decode_kv_growth_s(contexts)
 
     def seconds(self, k: int) -> float:
-        pairs, kv_bytes = 0.0, self.decode_bytes + k * self.decode_growth
+        flops, kv_s = 0.0, self.decode_kv_s + k * self.decode_growth_s
         for start, n in self.chunks:
-            done = start + k * n
-            pairs += n * (done + (n + 1) / 2)
-            kv_bytes += self.model.prefill_kv_bytes(done + n)
-        fixed_s = self.model.fixed_s(self.num_tokens, self.num_samples, pairs)
-        return fixed_s + kv_bytes / self.model.kv_bytes_per_s
+            flops += self.model.prefill_flops(start + k * n, n)
+            kv_s += self.model.prefill_kv_s(start + k * n, n)
+        return self.model.fixed_s(self.num_tokens, self.num_samples, flops) + kv_s
 
     def is_even(self, count: int, first_s: float, growth_s: float) -> bool:
         """Tell whether the durations grow by ``growth_s`` up to the last of ``count`` steps."""
@@ -112,6 +111,7 @@ class Engine:
         self._admitted: list[int] = []  # running requests, in the order of admission
         self._computed = np.zeros(len(trace), np.int64)  # tokens whose K and V exist
         self._generated = np.zeros(len(trace), np.int64)
+        self._opened_before = np.zeros(len(trace), np.bool_)
         self._last_token_s = np.zeros(len(trace), np.float64)
         self._next_sample_s = 0.0
         self._itl_sum, self._itl_count = 0.0, 0
@@ -126,11 +126,17 @@ class Engine:
             if self._admitted:
                 self._advance()
             else:
-                self.now = max(self.now, float(self.trace.arrival_s[self._next_arrival]))
+                self._idle()
             self._sample_if_due()
-        if self.records.samples[-1].time_s < self.now:
-            self._sample()
+        self._sample()
         return self.records
+
+    def _idle(self) -> None:
+        """Nothing runs and nothing waits: let the time to the next arrival pass."""
+        self._sample()
+        arrival, counts = float(self.trace.arrival_s[self._next_arrival]), self.manager.counts
+        self.records.occupancy.add(arrival - self.now, 1, counts, counts, (0, 0))
+        self.now = arrival
 
     # -- admission
 
@@ -149,12 +155,14 @@ class Engine:
             opened = self.manager.open(request, self._tokens(request, 0, known))
             if opened is None:
                 return
+            if not self._opened_before[request]:
+                self._opened_before[request] = True
+                self.records.hit_tokens += opened.num_cached_tokens
             self._waiting.popleft()
             self._admitted.append(request)
             self._prefilling.append(request)
             self._computed[request] = opened.num_cached_tokens
             budget -= self._left_to_prefill(request)
-            self._note_peak()
 
     def _tokens(self, request: int, start: int, stop: int) -> Int32Array:
         """Tokens at positions ``start .. stop - 1`` of a request: its prompt, then its output."""
@@ -173,14 +181,13 @@ class Engine:
 
     def _advance(self) -> None:
         """Take the next steps; while blocks lack, preempt the youngest request and take one step only."""
-        plan = self._plan(most=None)
+        plan, before = self._plan(most=None), self.manager.counts
         while not self.manager.step(self._decoding, plan.steps.num_steps):
             self._preempt(self._admitted[-1])
             if not self._admitted:
                 return
-            plan = self._plan(most=1)
-        self._note_peak()
-        self._take(plan)
+            plan, before = self._plan(most=1), self.manager.counts
+        self._take(plan, before)
 
     def _plan(self, most: int | None) -> _Plan:
         """The next steps, as many alike as no event interrupts (``most`` at most). Changes nothing."""
@@ -201,7 +208,14 @@ class Engine:
                 count //= 2
         prefill = sum(n for _, n in chunks)
         steps = Steps(
-            self.now, count, first_s, growth_s, len(ids), int(contexts.sum()), cost.decode_bytes, prefill
+            self.now,
+            count,
+            first_s,
+            growth_s,
+            len(ids),
+            int(contexts.sum()),
+            self.step_time.kv_bytes(contexts),
+            prefill,
         )
         return _Plan(steps, chunks)
 
@@ -245,12 +259,12 @@ class Engine:
     def _largest_growth(self, lens: Contexts, count: int) -> int:
         """Most steps, 1..count, whose new blocks are available; 1 if not even one step fits."""
         size = self.manager.block_size
-        held = -(-lens // size)
+        held = div_ceil(lens, size)
         counts = self.manager.counts
         available = counts.free + counts.cached
 
         def fits(steps: int) -> bool:
-            return int((-(-(lens + steps) // size) - held).sum()) <= available
+            return int((div_ceil(lens + steps, size) - held).sum()) <= available
 
         if fits(count):
             return count
@@ -260,14 +274,20 @@ class Engine:
             low, high = (middle, high) if fits(middle) else (low, middle - 1)
         return low
 
-    def _take(self, plan: _Plan) -> None:
-        """Let the planned steps pass: tokens are computed and emitted, sequences finish."""
+    def _take(self, plan: _Plan, before: BlockCounts) -> None:
+        """Let the planned steps pass: tokens are computed and emitted, sequences finish.
+
+        ``before`` are the counts before the sequences grew; they grow evenly over the steps.
+        """
         steps = plan.steps
         ending = self._ending(plan.chunks) if steps.num_steps == 1 else 0
         seconds = span_s(steps.num_steps, steps.first_s, steps.growth_s)
         self.records.steps.append(steps)
+        grown = steps.num_steps * steps.num_decoding
+        used, counts = self.manager.used_slots, self.manager.counts
+        self.records.occupancy.add(seconds, steps.num_steps, before, counts, (used - grown, used))
         self._itl_sum += seconds * steps.num_decoding
-        self._itl_count += steps.num_steps * steps.num_decoding
+        self._itl_count += grown
         self.now += seconds
         for request, tokens in plan.chunks:
             self._computed[request] += tokens * steps.num_steps
@@ -331,16 +351,14 @@ class Engine:
 
     # -- writing down
 
-    def _note_peak(self) -> None:
-        active = self.manager.counts.active
-        self.records.peak_active_blocks = max(self.records.peak_active_blocks, active)
-
     def _sample_if_due(self) -> None:
         if self.now >= self._next_sample_s:
             self._sample()
             self._next_sample_s = (math.floor(self.now / self.config.interval_s) + 1) * self.config.interval_s
 
     def _sample(self) -> None:
+        if self.records.samples and self.records.samples[-1].time_s == self.now:
+            return
         stats = self.manager.stats()
         self.records.samples.append(
             Sample(
@@ -396,5 +414,5 @@ def _require_all_fit(trace: Trace, manager: KVCacheManager) -> None:
         raise NeverFits(
             f"request {worst + 1} of {trace.name} needs {blocks} blocks of {manager.block_size} tokens, "
             f"the pool has {manager.num_blocks} and a sequence at most {manager.max_seq_len} tokens: "
-            "give it more (--num-blocks, --gpu-memory) or make entries smaller (--kv-dtype)"
+            "give it more blocks (--num-blocks, or --gpu-memory and a smaller --kv-dtype)"
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagedkv.sim.records import FloatArray, IntArray, Records
+from pagedkv.sim.records import FloatArray, IntArray, Occupancy, Records
 from pagedkv.sim.trace import Trace
 from pagedkv.spec import KVCacheSpec
 from pagedkv.stats import ManagerStats
@@ -50,7 +50,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class BlockUse:
-    """Blocks and slots over the run. Peaks of blocks are exact; the rest is over the timeline's samples."""
+    """Blocks and slots over the whole run, idle time included. A slot is used once it is assigned."""
 
     peak_active_blocks: int
     mean_active_blocks: float
@@ -58,7 +58,7 @@ class BlockUse:
     mean_used_slots: float
     mean_cached_blocks: float
     mean_fragmentation: float
-    """Active slots without a token over active slots, both summed over time."""
+    """Share of active slots without a token, both added up over time."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,25 @@ class Summary:
     itl: Distribution
     tpot: Distribution
     e2e: Distribution
+    hit_tokens: int
+    """Prompt tokens that the cache had when a request was first admitted."""
+    hit_blocks: int
+    prompt_blocks: int
+    """Full blocks of all prompts: the only cacheable ones."""
     preemptions: int
     steps: int
     use: BlockUse
     stats: ManagerStats
+
+    @property
+    def token_hit_rate(self) -> float:
+        """Hit tokens over all prompt tokens."""
+        return self.hit_tokens / self.input_tokens
+
+    @property
+    def block_hit_rate(self) -> float:
+        """Hit blocks over the full blocks of all prompts."""
+        return self.hit_blocks / self.prompt_blocks if self.prompt_blocks else 0.0
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -99,33 +114,25 @@ def summarize(trace: Trace, records: Records, stats: ManagerStats) -> Summary:
         itl=Distribution.of(*records.gaps()),
         tpot=Distribution.of(tpot),
         e2e=Distribution.of(e2e),
+        hit_tokens=records.hit_tokens,
+        hit_blocks=records.hit_tokens // stats.block_size,
+        prompt_blocks=int((trace.input_len // stats.block_size).sum()),
         preemptions=records.num_preemptions,
         steps=sum(s.num_steps for s in records.steps),
-        use=_block_use(records, stats.block_size),
+        use=_block_use(records.occupancy, stats.block_size),
         stats=stats,
     )
 
 
-def _block_use(records: Records, block_size: int) -> BlockUse:
-    """Averages over time: each sample stands for the span up to the next."""
-    times = np.array([s.time_s for s in records.samples])
-    active = np.array([s.active_blocks for s in records.samples], np.int64)
-    cached = np.array([s.cached_blocks for s in records.samples], np.int64)
-    used = np.array([s.used_slots for s in records.samples], np.int64)
-    spans = np.diff(times)
-    weights = spans if spans.sum() > 0 else np.ones(1)
-
-    def mean(values: IntArray) -> float:
-        return float(np.average(values[: len(weights)], weights=weights))
-
-    slots = mean(active) * block_size
+def _block_use(o: Occupancy, block_size: int) -> BlockUse:
+    slot_s = o.active_block_s * block_size
     return BlockUse(
-        peak_active_blocks=records.peak_active_blocks,
-        mean_active_blocks=mean(active),
-        peak_used_slots=int(used.max()),
-        mean_used_slots=mean(used),
-        mean_cached_blocks=mean(cached),
-        mean_fragmentation=1 - mean(used) / slots if slots else 0.0,
+        peak_active_blocks=o.peak_active_blocks,
+        mean_active_blocks=o.active_block_s / o.seconds,
+        peak_used_slots=o.peak_used_slots,
+        mean_used_slots=o.used_slot_s / o.seconds,
+        mean_cached_blocks=o.cached_block_s / o.seconds,
+        mean_fragmentation=1 - o.used_slot_s / slot_s if slot_s else 0.0,
     )
 
 

@@ -136,6 +136,11 @@ def q_head_dim(config: HFConfig, layer: LayerSpec) -> int:
     return layer.head_dim
 
 
+def v_head_dim(config: HFConfig, layer: LayerSpec) -> int:
+    """Elements of one value head; with MLA, those after the values are expanded from the latent space."""
+    return config.integer("v_head_dim") if layer.is_latent else layer.value_dim
+
+
 def _mla_params(config: HFConfig, layer: LayerSpec) -> int:
     hidden, heads = config.integer("hidden_size"), config.num_q_heads
     nope, value, rank = config.integer("qk_nope_head_dim"), config.integer("v_head_dim"), layer.value_dim

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from pagedkv.errors import SpecError
 from pagedkv.hf_config import load_config, read_layers
-from pagedkv.hf_fields import HFConfig
-from pagedkv.sim.model_params import count_params, q_head_dim
+from pagedkv.hf_fields import HFConfig, read_json
+from pagedkv.sim.model_params import count_params, q_head_dim, v_head_dim
 from pagedkv.spec import KVCacheSpec
 
 
@@ -32,7 +32,8 @@ class Model:
         num_layers: decoder layers.
         hidden_size: width of the residual stream.
         num_q_heads: query heads per layer.
-        q_head_dim: elements of one query head (MLA: nope + rope dims).
+        q_head_dim: elements of one query head (MLA: nope + rope dims, as prefill computes it).
+        v_head_dim: elements of one value head (MLA: as prefill expands it).
         vocab_size: rows of the output head.
         params_total: parameters that must be held in memory; formulas in `pagedkv.sim.model_params`.
         params_active: parameters one decoded token multiplies with, the output head included.
@@ -47,6 +48,7 @@ class Model:
     hidden_size: int
     num_q_heads: int
     q_head_dim: int
+    v_head_dim: int
     vocab_size: int
     params_total: int
     params_active: int
@@ -111,6 +113,7 @@ def _from_config(name: str, config: HFConfig, kv_dtype: str, block_size: int) ->
         hidden_size=config.integer("hidden_size"),
         num_q_heads=config.num_q_heads,
         q_head_dim=q_head_dim(config, layers[0]),
+        v_head_dim=v_head_dim(config, layers[0]),
         vocab_size=config.integer("vocab_size"),
         params_total=params.total,
         params_active=params.active,
@@ -138,7 +141,8 @@ def load_model(name_or_path: str | Path, *, kv_dtype: str = "bf16", block_size: 
         return _from_config(found, load_config(_table()[found].config), kv_dtype, block_size)
     if not Path(name_or_path).exists():
         raise _unknown(name)
+    values = read_json(Path(name_or_path))  # its errors name the path already
     try:
-        return _from_config(name, load_config(Path(name_or_path)), kv_dtype, block_size)
+        return _from_config(name, load_config(values), kv_dtype, block_size)
     except SpecError as error:
         raise SpecError(f"{name}: {error}") from None

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
+from typing import Any, Final
 
-from pagedkv.errors import PagedKVError
 from pagedkv.sim.gpus import GPU, load_gpu
 from pagedkv.sim.models import Model, load_model
 from pagedkv.sim.replay import blocks_in_memory
@@ -21,7 +18,15 @@ _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 
-DEFAULT_MODEL, DEFAULT_GPU = "llama-3.1-8b", "B200 SXM"
+DEFAULTS: Final[Mapping[str, Any]] = {
+    "model": "llama-3.1-8b",
+    "gpu": "B200 SXM",
+    "kv_dtype": "bf16",
+    "weight_bits": 16,
+    "block_size": 16,
+    "memory_utilization": 0.9,
+}
+"""What an option means that nobody stated. The parser says None then, so that commands can tell."""
 
 
 def size(text: str) -> float:
@@ -44,6 +49,28 @@ def positive(text: str) -> float:
         value = math.nan
     if not 1e-18 <= value <= 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 (up to 1e18)")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A number of 0 or more, and of a size that something could have."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1e9")
+    return value
+
+
+def share_below_1(text: str) -> float:
+    """A number in [0, 1)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not in [0, 1)")
     return value
 
 
@@ -70,39 +97,66 @@ def at_least(least: int, most: int = 2**31 - 2) -> Callable[[str], int]:
     return parse
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Model, cache and GPU."""
+def add_model_options(parser: argparse.ArgumentParser, *, memory: bool = True, compute: bool = True) -> None:
+    """Model, cache and GPU; what concerns the memory or the compute time only where that is asked about."""
     group = parser.add_argument_group("model and hardware")
+    group.add_argument("--model", help=_help("name (see `pagedkv models`) or config.json", "model"))
     group.add_argument(
-        "--model", default=None, help=f"name (see `pagedkv models`) or config.json (default {DEFAULT_MODEL})"
+        "--kv-dtype", choices=sorted(ELEMENT_BYTES), help=_help("dtype of K and V", "kv_dtype")
     )
-    group.add_argument("--kv-dtype", default="bf16", choices=sorted(ELEMENT_BYTES), help="dtype of K and V")
-    group.add_argument("--weight-bits", type=positive, default=16, help="bits per weight (default 16)")
-    group.add_argument(
-        "--block-size", type=at_least(1), default=16, help="tokens per block (default %(default)s)"
+    group.add_argument("--weight-bits", type=positive, help=_help("bits per weight", "weight_bits"))
+    group.add_argument("--gpu", help=_help("name (see `pagedkv gpus`)", "gpu"))
+    if memory:
+        group.add_argument("--block-size", type=at_least(1), help=_help("tokens per block", "block_size"))
+        group.add_argument("--gpu-memory", type=size, help="memory, such as 24GiB (default: the GPU's)")
+        group.add_argument(
+            "--memory-utilization",
+            type=share,
+            help=_help("share of the memory for weights and cache", "memory_utilization"),
+        )
+    if compute:
+        group.add_argument("--tflops", type=positive, help="dense 16-bit TFLOPS (default: the GPU's)")
+
+
+def add_json_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """The same in every command that can say its result to machines."""
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result as JSON (- for standard output, without tables)"
     )
-    group.add_argument("--gpu", default=None, help=f"name (see `pagedkv gpus`) (default {DEFAULT_GPU})")
-    group.add_argument("--gpu-memory", type=size, help="memory, such as 24GiB (default: the GPU's)")
-    group.add_argument(
-        "--memory-utilization",
-        type=share,
-        default=0.9,
-        help="share of the memory for weights and cache (default %(default)s)",
-    )
-    group.add_argument("--tflops", type=positive, help="dense 16-bit TFLOPS (default: the GPU's)")
+
+
+def option(args: argparse.Namespace, name: str) -> Any:
+    """An option as stated, or its default; commands without the option have the default, too."""
+    value = getattr(args, name, None)
+    return DEFAULTS[name] if value is None else value
+
+
+def names_of(options: Iterable[str]) -> str:
+    """Options as a user writes them.
+
+    >>> names_of(["gpu", "max_batch"])
+    '--gpu, --max-batch'
+    """
+    return ", ".join("--" + name.replace("_", "-") for name in options)
+
+
+def _help(text: str, name: str) -> str:
+    return f"{text} (default {DEFAULTS[name]})"
 
 
 def read_model(args: argparse.Namespace) -> Model:
     """The model that the options name."""
-    return load_model(args.model or DEFAULT_MODEL, kv_dtype=args.kv_dtype, block_size=args.block_size)
+    return load_model(
+        option(args, "model"), kv_dtype=option(args, "kv_dtype"), block_size=option(args, "block_size")
+    )
 
 
 def read_gpu(args: argparse.Namespace) -> GPU:
     """The GPU that the options name, with memory and FLOPS as they say."""
-    gpu = load_gpu(args.gpu or DEFAULT_GPU)
-    if args.gpu_memory is not None:
+    gpu = load_gpu(option(args, "gpu"))
+    if getattr(args, "gpu_memory", None) is not None:
         gpu = replace(gpu, memory_bytes=int(args.gpu_memory))
-    if args.tflops is not None:
+    if getattr(args, "tflops", None) is not None:
         gpu = replace(gpu, fp16_flops=args.tflops * 1e12)
     return gpu
 
@@ -111,33 +165,6 @@ def read_num_blocks(args: argparse.Namespace, model: Model, gpu: GPU) -> int:
     """Blocks as stated, or as many as the memory holds beside the weights."""
     if getattr(args, "num_blocks", None):
         return int(args.num_blocks)
-    return blocks_in_memory(model, gpu.memory_bytes, args.memory_utilization, args.weight_bits)
-
-
-def require_writable(*paths: str | None) -> None:
-    """Refuse output files whose folder is missing, before the work and not after it."""
-    for path in paths:
-        if path is not None and path != "-" and not Path(path).resolve().parent.is_dir():
-            raise PagedKVError(f"cannot write {path}: no folder {Path(path).resolve().parent}")
-        if path is not None and Path(path).is_dir():
-            raise PagedKVError(f"cannot write {path}: it is a folder")
-
-
-def write_whole(path: str, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a temporary file beside ``path`` and put it in place whole, or leave nothing."""
-    target = Path(path)
-    handle, name = tempfile.mkstemp(suffix=target.suffix, prefix=f".{target.stem}-", dir=target.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    return blocks_in_memory(
+        model, gpu.memory_bytes, option(args, "memory_utilization"), option(args, "weight_bits")
+    )

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from pagedkv.errors import PagedKVError
 from pagedkv.sim.console import human_bytes, show_table
-from pagedkv.sim.gpus import gpu_names, load_gpu
+from pagedkv.sim.gpus import GPU, gpu_names, load_gpu
 from pagedkv.sim.models import Model, load_model, model_names, model_source
-from pagedkv.sim.options import add_model_options, at_least, read_gpu, read_model, read_num_blocks, size
+from pagedkv.sim.options import (
+    add_json_option,
+    add_model_options,
+    at_least,
+    names_of,
+    option,
+    read_gpu,
+    read_model,
+    read_num_blocks,
+    size,
+)
+from pagedkv.sim.outputs import check_outputs, text_writer, write_outputs
 from pagedkv.sim.report import to_json
 from pagedkv.sim.step_time import StepTimeModel
 
-STEP_FORMULA = "launch + max(compute, weight bytes / bandwidth) + KV bytes / bandwidth"
+STEP_FORMULA = "launch + max(compute, weight bytes / bandwidth) + max(KV compute, KV bytes / bandwidth)"
 CONTEXTS = (0, 4096, 32768, 131072)
 
 Commands = argparse._SubParsersAction
@@ -50,9 +61,10 @@ def add_parsers(commands: Commands[argparse.ArgumentParser]) -> None:
     fits.add_argument(
         "--context", type=at_least(1), nargs="+", default=CONTEXTS[1:], help="tokens per sequence"
     )
+    add_model_options(itl, memory=False)
+    add_model_options(fits, compute=False)
     for parser in (itl, fits):
-        add_model_options(parser)
-        parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        add_json_option(parser)
     models = commands.add_parser("models", help="list the built-in models", description="Built-in models.")
     models.set_defaults(run=run_models)
     gpus = commands.add_parser("gpus", help="list the built-in GPUs", description="Built-in GPUs.")
@@ -64,19 +76,38 @@ def _step_time(args: argparse.Namespace, model: Model) -> tuple[StepTimeModel, s
     if args.bandwidth is None and args.weight_bytes is not None:
         raise PagedKVError("--weight-bytes goes with --bandwidth: state both, or a --model and a --gpu")
     if args.bandwidth is not None:
-        if args.gpu is not None:
-            raise PagedKVError("--bandwidth and --gpu exclude each other: state one")
-        weights = args.weight_bytes or model.params_active * args.weight_bits / 8
-        rates = f"{human_bytes(weights)} of weights at {args.bandwidth / 1e9:,.0f} GB/s, reached in full"
-        return StepTimeModel.from_rates(weights, args.bandwidth, model.spec), rates
+        _exclude(args, "bandwidth", "gpu", "tflops")
+        step = _bandwidth_alone(args, model)
+        weights = human_bytes(step.weight_bytes(args.batch))
+        return step, f"{weights} of weights at {args.bandwidth / 1e9:,.0f} GB/s, reached in full"
     gpu = read_gpu(args)
-    return StepTimeModel.from_gpu(
-        model, gpu, weight_bits=args.weight_bits
-    ), f"{gpu.name}, published efficiencies"
+    step = StepTimeModel.from_gpu(model, gpu, weight_bits=option(args, "weight_bits"))
+    return step, f"{gpu.name}, published efficiencies"
+
+
+def _bandwidth_alone(args: argparse.Namespace, model: Model) -> StepTimeModel:
+    if args.weight_bytes is not None:
+        _exclude(args, "weight_bytes", "weight_bits")
+        return StepTimeModel.from_rates(args.weight_bytes, args.bandwidth, model.spec)
+    weight_bytes = option(args, "weight_bits") / 8
+    return StepTimeModel.from_rates(
+        (model.params_active - model.params_experts * model.expert_share) * weight_bytes,
+        args.bandwidth,
+        model.spec,
+        expert_weight_bytes=model.params_experts * weight_bytes,
+        expert_share=model.expert_share,
+    )
+
+
+def _exclude(args: argparse.Namespace, stated: str, *others: str) -> None:
+    for other in others:
+        if getattr(args, other) is not None:
+            raise PagedKVError(f"{names_of([stated])} and {names_of([other])} exclude each other: state one")
 
 
 def run_itl(args: argparse.Namespace) -> int:
     """Print ITL against context."""
+    quiet = check_outputs(json=args.json)
     model = read_model(args)
     step, rates = _step_time(args, model)
     rows = []
@@ -89,23 +120,26 @@ def run_itl(args: argparse.Namespace) -> int:
                 "itl_s": seconds,
                 "tokens_per_s": args.batch / seconds,
                 "kv_bytes": kv_bytes,
-                "kv_s": kv_bytes / step.kv_bytes_per_s,
+                "kv_s": step.decode_kv_s(contexts),
             }
         )
-    weight_bytes = step.weight_bytes(args.batch)
-    if args.json:
-        inputs = {
-            "kv_of": model.name,
-            "kv_dtype": args.kv_dtype,
-            "batch": args.batch,
-            "weight_bytes": weight_bytes,
-        }
-        sys.stdout.write(
-            to_json({"schema": "pagedkv.itl/1", "kind": "modelled", "inputs": inputs, "rows": rows})
-        )
-        return 0
+    inputs = {
+        "kv_of": model.name,
+        "kv_dtype": model.spec.dtype,
+        "batch": args.batch,
+        "weight_bytes": step.weight_bytes(args.batch),
+    }
+    document = {"schema": "pagedkv.itl/1", "kind": "modelled", "inputs": inputs, "rows": rows}
+    if not quiet:
+        _show_itl(f"batch {args.batch}, {model.spec.dtype} K and V of {model.name}: {rates}", rows)
+    if args.json is not None:
+        write_outputs((args.json, text_writer(to_json(document))))
+    return 0
+
+
+def _show_itl(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     show_table(
-        f"Decode step, batch {args.batch}, {args.kv_dtype} K and V of {model.name}: {rates}",
+        f"Decode step, {title}",
         ("context", "ITL [ms]", "tokens/s", "KV bytes read", "KV adds [ms]"),
         [
             (
@@ -119,48 +153,53 @@ def run_itl(args: argparse.Namespace) -> int:
         ],
         [f"modelled: ITL = {STEP_FORMULA}"],
     )
-    return 0
 
 
 def run_size(args: argparse.Namespace) -> int:
     """Print what fits."""
+    quiet = check_outputs(json=args.json)
     model, gpu = read_model(args), read_gpu(args)
     blocks = read_num_blocks(args, model, gpu)
     spec = model.spec
-    weights = model.params_total * args.weight_bits / 8
+    weights = model.params_total * option(args, "weight_bits") / 8
     sequences = {context: blocks // -(-context // spec.block_size) for context in args.context}
-    if args.json:
-        document = {
-            "schema": "pagedkv.size/1",
-            "inputs": {
-                "model": model.name,
-                "gpu": gpu.name,
-                "memory_bytes": gpu.memory_bytes,
-                "kv_dtype": spec.dtype,
-            },
-            "weight_bytes": weights,
-            "bytes_per_token": spec.bytes_per_token,
-            "bytes_per_block": spec.bytes_per_block,
-            "num_blocks": blocks,
-            "num_tokens": blocks * spec.block_size,
-            "sequences": {str(context): count for context, count in sequences.items()},
-        }
-        sys.stdout.write(to_json(document))
-        return 0
+    document = {
+        "schema": "pagedkv.size/1",
+        "inputs": {
+            "model": model.name,
+            "gpu": gpu.name,
+            "memory_bytes": gpu.memory_bytes,
+            "kv_dtype": spec.dtype,
+        },
+        "weight_bytes": weights,
+        "bytes_per_token": spec.bytes_per_token,
+        "bytes_per_block": spec.bytes_per_block,
+        "num_blocks": blocks,
+        "num_tokens": blocks * spec.block_size,
+        "sequences": {str(context): count for context, count in sequences.items()},
+    }
+    if not quiet:
+        _show_size(model, gpu, option(args, "memory_utilization"), document)
+    if args.json is not None:
+        write_outputs((args.json, text_writer(to_json(document))))
+    return 0
+
+
+def _show_size(model: Model, gpu: GPU, utilization: float, document: Mapping[str, Any]) -> None:
+    spec = model.spec
     rows = [
-        (
-            f"memory, {args.memory_utilization:.0%} of {gpu.name}",
-            human_bytes(gpu.memory_bytes * args.memory_utilization),
-        ),
-        ("weights", human_bytes(weights)),
+        (f"memory, {utilization:.0%} of {gpu.name}", human_bytes(gpu.memory_bytes * utilization)),
+        ("weights", human_bytes(document["weight_bytes"])),
         (f"KV bytes per token, {spec.dtype}", f"{spec.bytes_per_token:,}"),
         (f"KV bytes per block of {spec.block_size}", f"{spec.bytes_per_block:,}"),
-        ("blocks", f"{blocks:,}"),
-        ("tokens", f"{blocks * spec.block_size:,}"),
-        *((f"sequences of {context:,} tokens", f"{count:,}") for context, count in sequences.items()),
+        ("blocks", f"{document['num_blocks']:,}"),
+        ("tokens", f"{document['num_tokens']:,}"),
+        *(
+            (f"sequences of {int(context):,} tokens", f"{count:,}")
+            for context, count in document["sequences"].items()
+        ),
     ]
     show_table(f"What fits: {model.name} on {gpu.name}", ("", "value"), rows)
-    return 0
 
 
 def run_models(args: argparse.Namespace) -> int:

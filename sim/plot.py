@@ -60,7 +60,7 @@ def _cache_bytes(axes: Axes, result: ReplayResult) -> None:
     axes.stackplot(
         time,
         [used, active - used, cached],
-        labels=["used by open sequences", "active but empty slots", "cached for reuse"],
+        labels=["used by open sequences", "active but unassigned", "cached for reuse"],
         colors=["#2a6f97", "#d1495b", "#a9d6e5"],
         step="post",
     )

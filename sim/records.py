@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.block_pool import BlockCounts
+
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
@@ -39,7 +41,36 @@ class Sample(NamedTuple):
     active_blocks: int
     used_slots: int
     mean_itl_s: float | None
-    """Mean gap of the tokens decoded since the last sample, None if there were none."""
+    """Mean duration of the steps since the last sample, once per token decoded; None if there were none."""
+
+
+class Occupancy:
+    """Blocks and slots over time, added up exactly: integrals and peaks."""
+
+    def __init__(self) -> None:
+        """Start at time 0 with nothing held."""
+        self.seconds = 0.0
+        self.active_block_s = 0.0
+        self.cached_block_s = 0.0
+        self.used_slot_s = 0.0
+        self.peak_active_blocks = 0
+        self.peak_used_slots = 0
+
+    def add(
+        self, seconds: float, num_steps: int, before: BlockCounts, after: BlockCounts, used: tuple[int, int]
+    ) -> None:
+        """Let steps of ``seconds`` in all pass, over which blocks and ``used`` slots grew evenly.
+
+        Each step takes what it needs when it begins, so n equal steps hold on average what the last
+        one holds, less (n - 1) / 2n of the growth.
+        """
+        late = (num_steps - 1) / (2 * num_steps)
+        self.seconds += seconds
+        self.active_block_s += seconds * (after.active - late * (after.active - before.active))
+        self.cached_block_s += seconds * (after.cached - late * (after.cached - before.cached))
+        self.used_slot_s += seconds * (used[1] - late * (used[1] - used[0]))
+        self.peak_active_blocks = max(self.peak_active_blocks, after.active)
+        self.peak_used_slots = max(self.peak_used_slots, used[1])
 
 
 class Records:
@@ -52,7 +83,8 @@ class Records:
         self.resume_gaps_s: list[float] = []
         self.num_preemptions = 0
         self.num_finished = 0
-        self.peak_active_blocks = 0
+        self.hit_tokens = 0  # of first admissions, so that a preempted request does not count twice
+        self.occupancy = Occupancy()
         self.first_token_s: FloatArray = np.full(num_requests, np.nan)
         self.finish_s: FloatArray = np.full(num_requests, np.nan)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 from pagedkv.errors import PagedKVError
 from pagedkv.sim.console import human_bytes, progress, show_table
@@ -13,25 +12,34 @@ from pagedkv.sim.engine import EngineConfig
 from pagedkv.sim.hits import Hits, replay_hits
 from pagedkv.sim.metrics import FORMULAS, bytes_of
 from pagedkv.sim.options import (
+    add_json_option,
     add_model_options,
     at_least,
+    names_of,
+    not_negative,
+    option,
     positive,
     read_gpu,
     read_model,
     read_num_blocks,
-    require_writable,
     share,
-    write_whole,
+    share_below_1,
 )
+from pagedkv.sim.outputs import check_outputs, text_writer, write_outputs
 from pagedkv.sim.plot import plot_replay, require_plottable
 from pagedkv.sim.replay import ReplayResult, ReplaySetup, run_replay
 from pagedkv.sim.report import hits_document, milliseconds, replay_document, to_json
 from pagedkv.sim.step_time import Efficiency
 from pagedkv.sim.timeline import timeline_csv
-from pagedkv.sim.trace import MOONCAKE_BLOCK_SIZE, Trace, read_mooncake
+from pagedkv.sim.trace import AGENT_BLOCK_SIZE, MOONCAKE_BLOCK_SIZE, Trace, read_mooncake
 from pagedkv.sim.workload import chat_long
 
 BUILT_IN = "chat-long"
+BUILT_IN_REQUESTS = 2000
+
+HITS_ONLY_TAKES = frozenset(
+    ("run", "trace", "limit", "seed", "trace_block_size", "hits_only", "block_size", "num_blocks", "json")
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,22 +51,26 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.set_defaults(run=run)
     parser.add_argument(
-        "trace", nargs="?", default=BUILT_IN, help=f"Mooncake JSONL (.gz, .zst) or {BUILT_IN} (default)"
+        "trace",
+        nargs="?",
+        default=BUILT_IN,
+        help=f"Mooncake JSONL (.gz, .zst), or {BUILT_IN} (built in, default)",
     )
     parser.add_argument(
         "--limit", type=at_least(1, most=10_000_000), help="first N requests only (chat-long: how many)"
     )
-    parser.add_argument("--speed", type=positive, default=1.0, help="arrivals this many times as fast")
+    parser.add_argument("--speed", type=positive, help="arrivals this many times as fast (default 1)")
     parser.add_argument("--seed", type=at_least(0), default=0, help=f"seed of {BUILT_IN}")
     parser.add_argument(
         "--trace-block-size",
         type=at_least(1),
-        default=MOONCAKE_BLOCK_SIZE,
-        help="tokens per hash id in the file (default %(default)s)",
+        help=f"tokens per hash id in the file (default: {MOONCAKE_BLOCK_SIZE} or {AGENT_BLOCK_SIZE}, "
+        "whichever fits its lengths)",
     )
     parser.add_argument(
         "--hits-only",
         action="store_true",
+        default=None,
         help="count prefix hits only: no time, no decode; the pool is unbounded unless --num-blocks is given",
     )
     add_model_options(parser)
@@ -72,105 +84,121 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-batch",
         type=at_least(1, most=1_000_000),
-        default=256,
-        help="sequences at once (default %(default)s)",
+        help=f"sequences at once (default {EngineConfig.max_batch})",
     )
     group.add_argument(
-        "--token-budget", type=at_least(1), default=2048, help="tokens per step (default %(default)s)"
+        "--token-budget", type=at_least(1), help=f"tokens per step (default {EngineConfig.token_budget})"
     )
     group.add_argument(
         "--watermark",
-        type=float,
-        default=0.01,
-        help="share of the pool kept for growth (default %(default)s)",
+        type=share_below_1,
+        help=f"share of the pool kept for growth (default {ReplaySetup.watermark})",
     )
-    group.add_argument("--no-prefix-caching", action="store_true", help="share nothing, keep nothing")
+    group.add_argument(
+        "--no-prefix-caching", action="store_true", default=None, help="share nothing, keep nothing"
+    )
     group = parser.add_argument_group("efficiency, as shares of the peak")
-    defaults = Efficiency()
     for name, what in (
         ("weights", "bandwidth on weights"),
         ("kv", "bandwidth on K and V"),
         ("compute", "FLOPS"),
     ):
-        value = getattr(defaults, name)
         group.add_argument(
-            f"--{name}-efficiency", type=share, default=value, help=f"{what} (default {value})"
+            f"--{name}-efficiency", type=share, help=f"{what} (default {getattr(Efficiency, name)})"
         )
     group.add_argument(
         "--launch-us",
-        type=float,
-        default=defaults.launch_s_per_layer * 1e6,
-        help="fixed microseconds per layer and step (default %(default)s)",
+        type=not_negative,
+        help=f"fixed microseconds per layer and step (default {Efficiency.launch_s_per_layer * 1e6:g})",
     )
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
-    group.add_argument("--json", metavar="FILE", help="write the result as JSON (- for standard output)")
-    group.add_argument("--timeline", metavar="FILE.csv", help="write the state at each interval")
+    add_json_option(group)
     group.add_argument(
-        "--interval", type=positive, default=1.0, help="modelled seconds per row of the timeline (default 1)"
+        "--timeline", metavar="FILE.csv", help="write the state at each interval (- for standard output)"
+    )
+    group.add_argument(
+        "--interval",
+        type=positive,
+        help=f"modelled seconds per row of the timeline (default {EngineConfig.interval_s:g})",
     )
     group.add_argument("--plot", metavar="FILE.png", help="draw cache bytes and ITL")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    require_writable(args.json, args.timeline, args.plot)
-    if args.plot:
-        require_plottable(args.plot)
     if args.hits_only:
-        if args.timeline or args.plot:
-            raise PagedKVError("--hits-only has no time: no --timeline and no --plot")
         return _run_hits(args)
-    model, gpu = read_model(args), read_gpu(args)
-    setup = ReplaySetup(
-        model=model,
-        gpu=gpu,
-        num_blocks=read_num_blocks(args, model, gpu),
-        engine=EngineConfig(args.max_batch, args.token_budget, args.interval),
-        efficiency=Efficiency(
-            args.weights_efficiency, args.kv_efficiency, args.compute_efficiency, args.launch_us * 1e-6
-        ),
-        weight_bits=args.weight_bits,
-        watermark=args.watermark,
-        prefix_caching=not args.no_prefix_caching,
-    )
+    quiet = check_outputs(json=args.json, timeline=args.timeline, plot=args.plot)
+    if args.plot is not None:
+        require_plottable(args.plot)
+    setup = _setup(args)
     trace = _read_trace(args)
     with progress("replaying", len(trace)) as update:
         result = run_replay(trace, setup, update)
-    if args.json != "-":
+    if not quiet:
         _show(result)
     _write_outputs(args, result)
     return 0
 
 
+def _setup(args: argparse.Namespace) -> ReplaySetup:
+    model, gpu = read_model(args), read_gpu(args)
+    launch_s = None if args.launch_us is None else args.launch_us * 1e-6
+    return ReplaySetup(
+        model=model,
+        gpu=gpu,
+        num_blocks=read_num_blocks(args, model, gpu),
+        engine=EngineConfig(
+            **_stated(max_batch=args.max_batch, token_budget=args.token_budget, interval_s=args.interval)
+        ),
+        efficiency=Efficiency(
+            **_stated(
+                weights=args.weights_efficiency,
+                kv=args.kv_efficiency,
+                compute=args.compute_efficiency,
+                launch_s_per_layer=launch_s,
+            )
+        ),
+        weight_bits=option(args, "weight_bits"),
+        prefix_caching=not args.no_prefix_caching,
+        **_stated(watermark=args.watermark),
+    )
+
+
+def _stated(**options: Any) -> dict[str, Any]:
+    """Without those that keep their default."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _read_trace(args: argparse.Namespace) -> Trace:
-    if args.trace == BUILT_IN and not Path(BUILT_IN).exists():
-        trace = chat_long(args.limit or 2000, args.seed)
+    if args.trace == BUILT_IN:  # a file of this name is ./chat-long
+        trace = chat_long(args.limit or BUILT_IN_REQUESTS, args.seed)
     else:
         trace = read_mooncake(args.trace, block_size=args.trace_block_size, limit=args.limit)
-    return trace if args.speed == 1.0 else trace.faster(args.speed)
+    return trace if args.speed is None else trace.faster(args.speed)
 
 
 def _write_outputs(args: argparse.Namespace, result: ReplayResult) -> None:
-    if args.json:
-        _write_text(args.json, to_json(replay_document(result)))
-    if args.timeline:
-        _write_text(args.timeline, timeline_csv(result))
-    if args.plot:
-        write_whole(args.plot, lambda path: plot_replay(result, path))
+    outputs = []
+    if args.json is not None:
+        given = _given(args) | {
+            "speed": args.speed or 1.0,
+            "memory_utilization": None if args.num_blocks else option(args, "memory_utilization"),
+        }
+        outputs.append((args.json, text_writer(to_json(replay_document(result, given)))))
+    if args.timeline is not None:
+        outputs.append((args.timeline, text_writer(timeline_csv(result))))
+    if args.plot is not None:
+        outputs.append((args.plot, lambda path: plot_replay(result, path)))
+    write_outputs(*outputs)
 
 
-def _write_text(path: str, text: str) -> None:
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        write_whole(path, lambda temporary: _write_utf8(temporary, text))
-
-
-def _write_utf8(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8", newline="\n")
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Inputs that a result does not know; without a limit the whole trace was served."""
+    return {"seed": args.seed, "limit": args.limit}
 
 
 def _show(result: ReplayResult) -> None:
@@ -193,9 +221,9 @@ def _show(result: ReplayResult) -> None:
             *_peak_and_mean(
                 "bytes active (blocks held)", used["peak_active"], used["mean_active"], human_bytes
             ),
-            *_peak_and_mean("bytes used (tokens stored)", used["peak_used"], used["mean_used"], human_bytes),
+            *_peak_and_mean("bytes used (slots assigned)", used["peak_used"], used["mean_used"], human_bytes),
             ("internal fragmentation, mean", f"{s.use.mean_fragmentation:.2%}"),
-            *_hit_rows(s.stats.token_hit_rate, s.stats.block_hit_rate),
+            *_hit_rows(s.token_hit_rate, s.block_hit_rate),
             ("evicted blocks", f"{s.stats.evicted_blocks:,}"),
             ("preemptions", f"{s.preemptions:,}"),
             ("makespan, modelled", f"{s.makespan_s:,.1f} s"),
@@ -218,13 +246,23 @@ def _hit_rows(token_rate: float, block_rate: float) -> list[tuple[str, str]]:
 
 
 def _run_hits(args: argparse.Namespace) -> int:
+    surplus = [
+        name for name, value in vars(args).items() if value is not None and name not in HITS_ONLY_TAKES
+    ]
+    if surplus:
+        raise PagedKVError(
+            "--hits-only counts hits in file order, without model, time or batches: "
+            f"leave out {names_of(surplus)}"
+        )
+    quiet = check_outputs(json=args.json)
     trace = _read_trace(args)
     with progress("replaying", len(trace)) as update:
-        hits = replay_hits(trace, args.num_blocks or 0, args.block_size, update)
-    if args.json != "-":
+        hits = replay_hits(trace, args.num_blocks or 0, option(args, "block_size"), update)
+    if not quiet:
         _show_hits(trace, hits, bounded=args.num_blocks is not None)
-    if args.json:
-        _write_text(args.json, to_json(hits_document(trace.name, hits)))
+    if args.json is not None:
+        document = hits_document(trace.name, hits, _given(args))
+        write_outputs((args.json, text_writer(to_json(document))))
     return 0
 
 

@@ -236,6 +236,7 @@ class _Rows:
         self._content_ids = array("i")
         self._content_offsets = array("q", [0])
         self._dense_id: dict[int, int] = {}
+        self._guessing = block_size is None
         # block sizes that no line has contradicted yet, the preferred one first
         self._block_sizes = [MOONCAKE_BLOCK_SIZE, AGENT_BLOCK_SIZE] if block_size is None else [block_size]
 
@@ -280,7 +281,8 @@ class _Rows:
                 f"blocks of {size} tokens make {' or '.join(map(str, _possible_num_ids(input_len, size)))}"
                 for size in self._block_sizes
             )
-            raise place.error(f"hash_ids has {num_ids} ids for input_length {input_len}, but {wanted}")
+            hint = "; state the right block_size (--trace-block-size)" if self._guessing else ""
+            raise place.error(f"hash_ids has {num_ids} ids for input_length {input_len}, but {wanted}{hint}")
         self._block_sizes = left
 
 

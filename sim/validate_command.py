@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from pagedkv.errors import PagedKVError
 from pagedkv.sim.console import show_table
 from pagedkv.sim.measured_run import FILES, find_runs, read_run
+from pagedkv.sim.options import add_json_option
+from pagedkv.sim.outputs import check_outputs, text_writer, write_outputs
 from pagedkv.sim.report import to_json
 from pagedkv.sim.validation import Comparison, compare, replay_like
 
@@ -24,11 +25,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.set_defaults(run=run)
     parser.add_argument("directory", help="folder with measured runs")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_json_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
+    quiet = check_outputs(json=args.json)
     folders = find_runs(Path(args.directory))
     if not folders:
         raise PagedKVError(
@@ -42,12 +44,13 @@ def run(args: argparse.Namespace) -> int:
         documents.append(
             {"run": measured.name, "comparisons": [asdict(c) | {"holds": c.holds} for c in comparisons]}
         )
-        if not args.json:
+        if not quiet:
             title = f"{measured.name}: {measured.model} on {measured.gpu}, {len(measured.trace)} requests"
             rows = [_row(c) for c in comparisons]
             show_table(title, ("figure", "measured", "modelled", "error", "allowed", ""), rows)
-    if args.json:
-        sys.stdout.write(to_json({"schema": "pagedkv.validate/1", "runs": documents}))
+    if args.json is not None:
+        document = {"schema": "pagedkv.validate/1", "runs": documents}
+        write_outputs((args.json, text_writer(to_json(document))))
     return 0 if all_hold else 1
 
 

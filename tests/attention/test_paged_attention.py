@@ -124,9 +124,11 @@ def hand_exercise(
     table = torch.tensor([[3, 2, 1]], dtype=torch.int32)
     slots = torch.tensor([int(table[0, j // block_size]) * block_size + j % block_size for j in range(3)])
     storage.write(0, HAND_KEYS.unsqueeze(1), values.unsqueeze(1), slots)
-    k, v, k_scale, v_scale = storage.layer(0)
+    kv = storage.layer(0)
     q, lens = torch.full((1, 1, 2), 2.0, dtype=q_dtype), torch.tensor([3], dtype=torch.int32)
-    return paged_attention(q, k, v, table, lens, k_scale=k_scale, v_scale=v_scale, backend=backend)[0, 0]
+    return paged_attention(
+        q, kv.k, kv.v, table, lens, k_scale=kv.k_scale, v_scale=kv.v_scale, backend=backend
+    )[0, 0]
 
 
 @every_backend
@@ -237,6 +239,29 @@ def test_window_keeps_the_last_positions(backend: str, window: int) -> None:
         assert_near(out[row], mix_by_hand(s / s.sum(1, keepdims=True), v), 1e-12)
         assert_near(lse[row], np.log(s.sum(1)))
     assert bool((out[0] == 0).all()) and bool((lse[0] == -torch.inf).all())
+
+
+@every_backend
+def test_a_window_may_be_a_numpy_integer(backend: str) -> None:
+    """As it comes out of an array of windows per layer."""
+    batch = make_batch([5, 9])
+    assert torch.equal(batch.attend(backend, window=np.int64(3)), batch.attend(backend, window=3))
+
+
+@every_backend
+def test_the_window_of_a_layer_comes_with_its_views(backend: str) -> None:
+    """A layer of window 4 and one of all, holding the same five tokens: only the first forgets one."""
+    spec = KVCacheSpec((LayerSpec(1, 4, window=4), LayerSpec(1, 4)), "fp32", 8)
+    storage = KVStorage(spec, num_blocks=1)
+    k, v = torch.randn(5, 1, 4), torch.eye(5, 4).unsqueeze(1)
+    q, table, lens = torch.ones(1, 1, 4), torch.ones(1, 1, dtype=torch.int32), torch.tensor([5]).int()
+    for layer in (0, 1):
+        storage.write(layer, k, v, torch.arange(8, 13))
+    sliding, full = (
+        paged_attention(q, kv.k, kv.v, table, lens, window=kv.window, backend=backend)[0, 0]
+        for kv in map(storage.layer, (0, 1))
+    )
+    assert sliding[0] == 0 and full[0] > 0
 
 
 @every_backend
@@ -561,7 +586,10 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
         r"seq_lens\[1\] is 21, outside 0\.\.20 \(5 blocks",
     ),
     "negative length": ({"seq_lens": GOOD.lens - 6}, r"seq_lens\[0\] is -1"),
-    "window of 0": ({"window": 0}, "window must be at least 1 .* got 0"),
+    "window of 0": ({"window": 0}, "window must be an integer of at least 1 .* got 0"),
+    "window of 2.5": ({"window": 2.5}, "window must be an integer of at least 1 .* got 2.5"),
+    "window True": ({"window": True}, "window must be an integer of at least 1 .* got True"),
+    "window of text": ({"window": "4"}, "window must be an integer of at least 1 .* got '4'"),
     "softcap of 0": ({"softcap": 0.0}, "softcap must be positive and finite, got 0.0"),
     "softcap NaN": ({"softcap": math.nan}, "softcap must be positive and finite, got nan"),
     "scale inf": ({"scale": math.inf}, "scale must be finite, got inf"),

@@ -302,7 +302,7 @@ def test_batch_pads_short_and_empty_sequences() -> None:
         tables.block_ids("long").tolist(),
     ]
     assert batch.seq_lens.tolist() == [3, 0, 9]
-    newest = [int(cache.slots("short")[-1]), PAD_SLOT, int(cache.slots("long")[-1])]
+    newest = [int(cache.slots("short", 2)[0]), PAD_SLOT, int(cache.slots("long", 8)[0])]
     assert batch.slot_mapping.tolist() == newest
 
 
@@ -358,11 +358,23 @@ def test_slots_name_the_positions_in_order() -> None:
     cache = make()
     fill(cache, "other", range(3))
     fill(cache, "a", range(10, 20))
-    slots, blocks = cache.slots("a"), cache.manager.tables.block_ids("a").tolist()
+    slots, blocks = cache.slots("a", 0), cache.manager.tables.block_ids("a").tolist()
     assert slots.dtype == torch.int64
     assert slots.tolist() == [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(10)]
     assert torch.equal(cache.slots("a", 3, 9), slots[3:9])
     assert torch.equal(cache.slots("a", 10), slots[10:])
+
+
+def test_slots_are_by_default_those_not_committed_yet() -> None:
+    """A prefix hit and what was committed may be shared: the default never names their slots."""
+    cache = make()
+    fill(cache, "a", range(2 * BLOCK_SIZE + 1))
+    opened = cache.open("b", [*range(2 * BLOCK_SIZE), 77, 78])
+    assert opened is not None
+    assert opened.num_cached_tokens == 2 * BLOCK_SIZE
+    assert torch.equal(cache.slots("b"), cache.slots("b", 2 * BLOCK_SIZE))
+    assert len(cache.slots("b")) == 2
+    assert len(cache.slots("a")) == 0
 
 
 @every_dtype

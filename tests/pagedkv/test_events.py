@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from pagedkv import KVCacheManager, Media, Namespace, PagedKVError
+from pagedkv import KVCacheManager, Media, Namespace, PagedKVError, prefix_digests
 from pagedkv.events import BlocksRemoved, BlocksStored
 from pagedkv.testing import ShadowIndex
 
@@ -90,6 +90,30 @@ def test_namespace_and_media_change_the_digest() -> None:
         (event,) = manager.take_events()
         digests.add(event.digests)
     assert len(digests) == 6
+
+
+def test_a_router_can_work_out_the_digests_of_a_prompt() -> None:
+    """`prefix_digests` says, without a manager, what the events will name; a partial block has none."""
+    options = {"namespace": Namespace(salt="t"), "media": [Media(3, "cat")]}
+    manager = recording()
+    stored(manager, "a", [1, 2, 3, 4, 5], **options)
+    (event,) = manager.take_events()
+    found = prefix_digests([1, 2, 3, 4, 5], 2, seed=b"seed", **options)  # type: ignore[arg-type]
+    assert tuple(found) == event.digests
+    assert prefix_digests([1], 2) == []
+
+
+def test_an_event_that_cannot_be_recorded_leaves_nothing_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream stays complete even if memory runs out while a digest is worked out."""
+    manager = recording()
+    manager.open("a", [1, 2, 3])
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "blake2b", lambda *args, **options: exec("raise MemoryError"))
+        with pytest.raises(MemoryError):
+            manager.commit("a", [1, 2, 3])
+    assert manager.stats().indexed_blocks == 0
+    manager.commit("a", [1, 2, 3])
+    assert len(manager.take_events()) == 1
 
 
 def test_a_seed_keeps_digests_apart() -> None:

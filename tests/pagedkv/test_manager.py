@@ -1513,3 +1513,30 @@ def test_the_caller_may_reuse_its_token_array() -> None:
     prompt[:] = 0
     manager.close("a")
     assert manager.open("b", tokens(9)) == Opened(9, 8)
+
+
+def test_a_thousand_branches_behind_a_cut_are_evicted_without_recursion() -> None:
+    """Each sequence forks off one block deeper; cutting the deepest to one token must still let it grow."""
+    depth = 1_200
+    manager = KVCacheManager(2 * depth + 2, 2, max_seqs=2)
+    for i in range(1, depth):
+        tokens = [*range(2 * i), 9_999_999, 9_999_999]
+        opened = manager.open("twig", tokens)
+        assert opened is not None
+        manager.commit("twig", tokens[opened.num_cached_tokens :])
+        manager.close("twig")
+    opened = manager.open("trunk", list(range(2 * (depth - 1))))
+    assert opened is not None
+    manager.commit("trunk", list(range(opened.num_cached_tokens, 2 * (depth - 1))))
+    manager.truncate("trunk", 1)
+    assert manager.append("trunk", manager.max_seq_len - 1)
+    manager.check_invariants()
+
+
+def test_a_text_is_no_batch() -> None:
+    """ "ab" names one sequence, not two."""
+    manager = KVCacheManager(4, 2)
+    manager.open("a", [1])
+    manager.open("b", [1])
+    with pytest.raises(SequenceError, match="list of sequence ids"):
+        manager.step("ab")

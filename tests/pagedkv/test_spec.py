@@ -165,6 +165,10 @@ def test_an_impossible_cache_is_refused_with_its_numbers() -> None:
         KVCacheSpec((layer,), dtype="int4")
     with pytest.raises(SpecError, match="dtype is 'int4'"):
         layer.bytes_per_token("int4")
+    with pytest.raises(SpecError, match=r"dtype is \['bf16'\]; supported"):
+        KVCacheSpec((layer,), dtype=cast(str, ["bf16"]))
+    with pytest.raises(SpecError, match=r"dtype is \['bf16'\]; supported"):
+        layer.bytes_per_token(cast(str, ["bf16"]))
     with pytest.raises(SpecError, match="block_size must be at least 1, got 0"):
         KVCacheSpec((layer,), block_size=0)
     with pytest.raises(SpecError, match="num_layers must be at least 1, got 0"):

@@ -1,6 +1,7 @@
 """KVStorage: what is written is what is read, and misuse changes nothing."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +98,8 @@ def test_a_write_touches_its_layer_and_its_slots_only(dtype: str, layout: Layout
 def test_layers_look_alike_in_both_layouts(dtype: str, layout: Layout) -> None:
     """Shapes, dtypes and scales; the layout is in the strides."""
     storage = make(dtype, layout)
-    k, v, k_scale, v_scale = storage.layer(0)
+    k, v, k_scale, v_scale, window = storage.layer(0)
+    assert (window, storage.layer(1).window) == (None, 4)
     rows = NUM_BLOCKS + 1
     assert k.shape == (rows, HEADS, BLOCK_SIZE, DIM) and v.shape == (rows, HEADS, BLOCK_SIZE, V_DIM)
     assert k.dtype == v.dtype == STORAGE_DTYPES[dtype]
@@ -275,7 +277,7 @@ def test_gather_is_a_copy() -> None:
 
 K, V, SLOTS = tokens(2, 1), tokens(2, 2, V_DIM), torch.tensor([4, 5])
 
-BAD_WRITES = {
+BAD_WRITES: dict[str, tuple[type[PagedKVError], tuple[Any, ...], str]] = {
     "slot in the null block": (BlockError, (0, K, V, torch.tensor([3, 5])), r"1 slots outside 4\.\.23.* 3"),
     "slot beyond the pool": (BlockError, (0, K, V, torch.tensor([24, 99])), r"2 slots outside 4\.\.23.* 24"),
     "repeated slot": (BlockError, (0, K, V, torch.tensor([7, 7])), "slot 7 is given more than once"),
@@ -294,6 +296,10 @@ BAD_WRITES = {
     "no such layer": (PagedKVError, (3, K, V, SLOTS), r"no layer 3, the storage has layers 0\.\.2"),
     "negative layer": (PagedKVError, (-1, K, V, SLOTS), "no layer -1"),
     "another device": (PagedKVError, (0, K.to("meta"), V, SLOTS), "k is on meta"),
+    "numpy k": (PagedKVError, (0, K.numpy(), V, SLOTS), "k must be a tensor, got ndarray"),
+    "numpy v": (PagedKVError, (0, K, V.numpy(), SLOTS), "v must be a tensor, got ndarray"),
+    "numpy slots": (PagedKVError, (0, K, V, SLOTS.numpy()), "slot_mapping must be a tensor, got ndarray"),
+    "listed slots": (PagedKVError, (0, K, V, [4, 5]), "slot_mapping must be a tensor, got list"),
 }
 
 
@@ -308,6 +314,21 @@ def test_a_bad_write_is_refused_and_changes_nothing(dtype: str, case: str) -> No
     with pytest.raises(error, match=message):
         storage.write(*arguments)
     assert same(content(storage), before)
+
+
+@every_dtype
+def test_a_write_keeps_no_graph(dtype: str) -> None:
+    """Keys of a model that is being trained: the values are stored, nothing that gradients would need."""
+    storage, expected = make(dtype), make(dtype)
+    weight = torch.ones(DIM, requires_grad=True)
+    k, v = K * weight, V.clone().requires_grad_()
+    storage.write(0, k, v, SLOTS)
+    storage.copy_blocks([1], [2])
+    expected.write(0, k.detach(), v.detach(), SLOTS)
+    expected.copy_blocks([1], [2])
+    assert same(content(storage), content(expected))
+    assert not any(buffer.requires_grad or buffer.grad_fn for buffer in storage.buffers)
+    assert k.requires_grad and torch.is_grad_enabled()
 
 
 def test_int8_refuses_non_finite_values_and_names_layer_and_tensor() -> None:
@@ -369,12 +390,26 @@ def test_a_bad_gather_is_refused(block_ids: list[int], seq_len: int, message: st
         make().gather(0, block_ids, seq_len)
 
 
-@pytest.mark.parametrize(("num_blocks", "layout"), [(0, "HND"), (-1, "NHD"), (4, "DHN")])
-def test_an_impossible_storage_is_refused(num_blocks: int, layout: Layout) -> None:
+@pytest.mark.parametrize(
+    ("num_blocks", "layout", "message"),
+    [
+        (0, "HND", "num_blocks must be at least 1, got 0"),
+        (-1, "NHD", "num_blocks must be at least 1, got -1"),
+        (4, "DHN", "layout must be HND or NHD, got 'DHN'"),
+    ],
+)
+def test_an_impossible_storage_is_refused(num_blocks: int, layout: Layout, message: str) -> None:
     """No blocks, or an unknown layout."""
     spec = KVCacheSpec(MIXED, "fp32", BLOCK_SIZE)
-    with pytest.raises(PagedKVError, match=f"got {num_blocks} and '{layout}'"):
+    with pytest.raises(PagedKVError, match=message):
         KVStorage(spec, num_blocks, layout=layout)
+
+
+@pytest.mark.parametrize("num_blocks", [8.5, 8.0, True, "8", None, torch.tensor([8, 9])])
+def test_a_number_of_blocks_that_is_no_integer_is_refused(num_blocks: Any) -> None:
+    """With what was given."""
+    with pytest.raises(PagedKVError, match="num_blocks must be an integer, got"):
+        KVStorage(KVCacheSpec(MIXED, "fp32", BLOCK_SIZE), num_blocks)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,12 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagedkv import __version__
+from pagedkv.errors import PagedKVError
 from pagedkv.sim import replay_command
 from pagedkv.sim.cli import main
 from pagedkv.sim.download import KNOWN_TRACES, KnownTrace
 from pagedkv.sim.gpus import gpu_names, load_gpu
 from pagedkv.sim.models import load_model, model_names
-from pagedkv.sim.options import require_writable, size, write_whole
+from pagedkv.sim.options import size
+from pagedkv.sim.outputs import check_outputs, text_writer, write_outputs
+from pagedkv.sim.plan_commands import STEP_FORMULA
 from pagedkv.sim.replay import ReplaySetup, run_replay
 from pagedkv.sim.trace import Trace
 from pagedkv.sim.workload import chat_long
@@ -50,14 +55,10 @@ def printed(capsys: Capture, *argv: object) -> str:
 
 
 def assert_one_line(err: str) -> str:
-    """Return the message: one line of our own, or argparse's usage and its error."""
-    assert "Traceback" not in err
-    lines = err.splitlines()
-    if not err.startswith("usage: "):
-        assert len(lines) == 1, err
-    assert re.match(r"pagedkv( \w+)*: error: \S", lines[-1]), err
-    assert not any(": error: " in line for line in lines[:-1])
-    return lines[-1]
+    """Return the message: one line, whoever found the mistake."""
+    (line,) = err.splitlines()
+    assert re.match(r"pagedkv: error: \S", line), err
+    return line
 
 
 def refused(capsys: Capture, *argv: object) -> str:
@@ -141,6 +142,32 @@ class TestReplay:
         assert document["latency_s"]["tpot"]["count"] == 2
         # the third prompt finds the first one's two full blocks of 512, at blocks of 16
         assert document["cache"]["hit_tokens"] == 1024 + 1088
+
+    def test_json_repeats_what_the_result_depends_on(self, capsys: Capture, trace: Path) -> None:
+        """As it was given, or the default; the version too, since another may model otherwise."""
+        options = ("--seed", 3, "--limit", 2, "--speed", 2, "--gpu", "h100", "--gpu-memory", "40GiB")
+        document = json.loads(printed(capsys, "replay", trace, *options, "--tflops", 500, "--json", "-"))
+        inputs, gpu = document["inputs"], load_gpu("h100")
+        assert document["pagedkv_version"] == __version__
+        assert (inputs["seed"], inputs["limit"], inputs["speed"]) == (3, 2, 2.0)
+        assert (inputs["gpu_memory_bytes"], inputs["gpu_fp16_flops"]) == (40 * 2**30, 500e12)
+        assert inputs["gpu_bandwidth_bytes_per_s"] == gpu.bandwidth
+        assert (inputs["memory_utilization"], inputs["trace_block_size"]) == (0.9, 512)
+        argv = ("replay", "--limit", 5, "--num-blocks", 20_000, "--json", "-")
+        inputs = json.loads(printed(capsys, *argv))["inputs"]
+        assert (inputs["seed"], inputs["limit"], inputs["speed"]) == (0, 5, 1.0)
+        assert inputs["memory_utilization"] is None
+        hits = json.loads(printed(capsys, "replay", "--hits-only", "--limit", 5, "--json", "-"))
+        assert (hits["inputs"], hits["pagedkv_version"]) == ({"seed": 0, "limit": 5}, __version__)
+
+    def test_blocks_of_16_are_told_from_blocks_of_512(self, capsys: Capture, tmp_path: Path) -> None:
+        """By the number of ids; another size has to be stated, and the message says how."""
+        path = write_trace(tmp_path / "agent.jsonl", row(input_length=50, hash_ids=[1, 2, 3]))
+        document = json.loads(printed(capsys, "replay", path, "--json", "-"))
+        assert document["inputs"]["trace_block_size"] == 16
+        path = write_trace(tmp_path / "other.jsonl", row(input_length=64, hash_ids=[1, 2]))
+        assert "--trace-block-size" in refused(capsys, "replay", path)
+        printed(capsys, "replay", path, "--trace-block-size", 32)
 
     def test_json_is_the_same_byte_for_byte(self, capsys: Capture, tmp_path: Path) -> None:
         """In a file, on standard output and in another process."""
@@ -259,13 +286,33 @@ class TestPlanning:
     def test_itl_as_json_is_exact(self, capsys: Capture) -> None:
         """Batch 4, two contexts; tokens/s is the batch over the step."""
         argv = ("itl", "--weight-bytes", "14e9", "--bandwidth", "800e9", "--batch", 4, "--context", 0, 1000)
-        document = json.loads(printed(capsys, *argv, "--json"))
+        document = json.loads(printed(capsys, *argv, "--json", "-"))
         assert document["schema"] == "pagedkv.itl/1"
         first, second = document["rows"]
         assert (first["context"], first["itl_s"], first["kv_bytes"]) == (0, 0.0175, 0)
         assert first["tokens_per_s"] == pytest.approx(4 / 0.0175)
         assert second["kv_bytes"] == 4 * 1000 * 131_072
         assert second["itl_s"] == pytest.approx(0.0175 + second["kv_bytes"] / 800e9)
+
+    @pytest.mark.parametrize("batch", [1, 32])
+    def test_itl_at_a_bandwidth_reads_the_experts_that_the_batch_touches(
+        self, capsys: Capture, batch: int
+    ) -> None:
+        """Of 8 experts 2 for one token, nearly all for 32; at 8 bits half the bytes of 16."""
+        model = load_model("mixtral-8x7b")
+        touched = 1 - (1 - model.expert_share) ** batch
+        params = model.params_active + model.params_experts * (touched - model.expert_share)
+        argv = ("itl", "--model", model.name, "--bandwidth", "1e12", "--batch", batch, "--context", 0)
+        for bits in (16, 8):
+            document = json.loads(printed(capsys, *argv, "--weight-bits", bits, "--json", "-"))
+            assert document["inputs"]["weight_bytes"] == pytest.approx(params * bits / 8)
+            assert document["rows"][0]["itl_s"] == pytest.approx(params * bits / 8 / 1e12)
+
+    def test_formulas_and_titles_are_not_broken_into_lines(self, capsys: Capture) -> None:
+        """Where the output is no terminal, so that they can be searched for."""
+        lines = printed(capsys, "itl", "--model", "mixtral-8x7b", "--bandwidth", "1e12").splitlines()
+        assert lines[0].endswith("reached in full")
+        assert lines[-1] == f"modelled: ITL = {STEP_FORMULA}"
 
     def test_itl_of_a_gpu_uses_its_efficiencies(self, capsys: Capture) -> None:
         """The title says where the rates come from."""
@@ -277,7 +324,7 @@ class TestPlanning:
         weights = 2 * load_model("llama-3.1-8b").params_total
         blocks = int(0.9 * 80 * 2**30 - weights) // (16 * 131_072) - 1
         document = json.loads(
-            printed(capsys, "size", "--gpu", "h100", "--context", 1, 16, 17, 4096, "--json")
+            printed(capsys, "size", "--gpu", "h100", "--context", 1, 16, 17, 4096, "--json", "-")
         )
         assert document["schema"] == "pagedkv.size/1"
         assert (document["num_blocks"], document["num_tokens"]) == (blocks, 16 * blocks)
@@ -291,7 +338,7 @@ class TestPlanning:
         """Scales of 4 bytes per 128 elements: 2 / (1 + 1/32)."""
 
         def tokens(dtype: str) -> int:
-            options = ("--gpu", "h100", "--kv-dtype", dtype, "--json")
+            options = ("--gpu", "h100", "--kv-dtype", dtype, "--json", "-")
             return int(json.loads(printed(capsys, "size", *options))["num_tokens"])
 
         assert tokens("int8") / tokens("bf16") == pytest.approx(2 / (1 + 1 / 32), rel=1e-3)
@@ -311,7 +358,7 @@ class TestPlanning:
         }  # fmt: skip
         (tmp_path / "config.json").write_text(json.dumps(config))
         for model in (tmp_path, tmp_path / "config.json"):
-            document = json.loads(printed(capsys, "size", "--model", model, "--json"))
+            document = json.loads(printed(capsys, "size", "--model", model, "--json", "-"))
             assert document["bytes_per_token"] == 2 * 2 * 2 * 8 * 2
 
     def test_help_and_version_exit_with_0(self, capsys: Capture) -> None:
@@ -376,7 +423,7 @@ class TestValidate:
         out = printed(capsys, "validate", tmp_path)
         assert "good: meta-llama/Llama-3.1-8B on NVIDIA GeForce RTX 4090, 30 requests" in out
         assert "FAILS" not in out
-        document = json.loads(printed(capsys, "validate", tmp_path, "--json"))
+        document = json.loads(printed(capsys, "validate", tmp_path, "--json", "-"))
         assert document["schema"] == "pagedkv.validate/1"
         errors = {c["name"]: c["error"] for c in document["runs"][0]["comparisons"]}
         assert max(map(abs, errors.values())) < 1e-6
@@ -385,7 +432,7 @@ class TestValidate:
         """Decoding took 1.2 times as long: TPOT fails, TTFT holds, and the good run does not hide it."""
         write_run(tmp_path / "a")
         write_run(tmp_path / "b", tpot_factor=1.2)
-        assert run("validate", tmp_path, "--json") == 1
+        assert run("validate", tmp_path, "--json", "-") == 1
         out, err = capsys.readouterr()
         assert err == ""
         good, bad = (
@@ -400,7 +447,7 @@ class TestValidate:
     def test_a_real_run_is_modelled_within_the_bounds(self, capsys: Capture) -> None:
         """RTX 4090, 300 requests: TPOT within 5 %, TTFT 10 %, KV usage 4 points, preemptions of its order."""
         folder = Path(os.environ["PAGEDKV_DATA"], "measured_latency")
-        document = json.loads(printed(capsys, "validate", folder, "--json"))
+        document = json.loads(printed(capsys, "validate", folder, "--json", "-"))
         found = {c["name"].split(",")[0].split(" (")[0]: c for c in document["runs"][0]["comparisons"]}
         assert abs(found["TPOT"]["modelled"] / found["TPOT"]["measured"] - 1) <= 0.05
         assert abs(found["TTFT"]["modelled"] / found["TTFT"]["measured"] - 1) <= 0.10
@@ -457,7 +504,7 @@ class TestValidate:
             assert old in text
             return text.replace(old, new)
 
-        refused(capsys, "validate", self.damaged(tmp_path, name, change), "--json")
+        refused(capsys, "validate", self.damaged(tmp_path, name, change), "--json", "-")
 
     def test_a_timeline_without_rows_is_refused(self, capsys: Capture, tmp_path: Path) -> None:
         """There is no usage to compare."""
@@ -476,7 +523,7 @@ class TestValidate:
             "requests.jsonl",
             lambda text: re.sub(r'"output_toks": \d+', '"output_toks": 1', text),
         )
-        assert run("validate", folder, "--json") in (0, 1, 2)
+        assert run("validate", folder, "--json", "-") in (0, 1, 2)
         assert "NaN" not in capsys.readouterr().out
 
     def test_a_run_whose_first_tokens_come_at_once_is_refused_or_compared(
@@ -492,7 +539,7 @@ class TestValidate:
                 text,
             ),
         )
-        assert run("validate", folder, "--json") in (1, 2)
+        assert run("validate", folder, "--json", "-") in (1, 2)
 
     def test_folders_without_a_run_are_refused(self, capsys: Capture, tmp_path: Path) -> None:
         """An empty folder, a missing one, a file."""
@@ -654,6 +701,22 @@ BAD_OPTIONS = [
     "--trace-block-size 0",
     "--hits-only --timeline x.csv",
     "--hits-only --plot x.png",
+    "--hits-only --model nothing",
+    "--hits-only --model llama-3.1-8b",
+    "--hits-only --gpu h100",
+    "--hits-only --gpu-memory 24GiB",
+    "--hits-only --memory-utilization 0.9",
+    "--hits-only --kv-dtype bf16",
+    "--hits-only --weight-bits 16",
+    "--hits-only --tflops 100",
+    "--hits-only --max-batch 256",
+    "--hits-only --token-budget 2048",
+    "--hits-only --watermark 0",
+    "--hits-only --no-prefix-caching",
+    "--hits-only --kv-efficiency 0.9",
+    "--hits-only --launch-us 0",
+    "--hits-only --interval 1",
+    "--hits-only --speed 1",
     "--hits-only --num-blocks 1 --block-size 16",
     "--hits-only --num-blocks 1000000000000000",
     "--json absent/out.json",
@@ -703,6 +766,28 @@ class TestMistakes:
         (tmp_path / "cut.gz").write_bytes(gzip.compress(json.dumps(row()).encode() * 999)[:-20])
         refused(capsys, "replay", tmp_path / "cut.gz")
 
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            ("replay --launch-us -5", "argument --launch-us: '-5' is no number from 0 to 1e9"),
+            ("replay --launch-us inf", "argument --launch-us: 'inf' is no number from 0 to 1e9"),
+            ("replay --watermark 1", "argument --watermark: '1' is not in [0, 1)"),
+            ("size --kv-dtype int3", "argument --kv-dtype: invalid choice: 'int3'"),
+            ("itl --block-size 16", "unrecognized arguments: --block-size 16 (see pagedkv itl --help)"),
+            ("trace download --x", "required: name (see pagedkv trace download --help)"),
+            ("replay --hits-only --gpu h100 --max-batch 4", "leave out --gpu, --max-batch"),
+            ("itl --bandwidth 1e12 --gpu h100", "--bandwidth and --gpu exclude each other"),
+        ],
+    )
+    def test_the_line_names_the_option(self, capsys: Capture, argv: str, message: str) -> None:
+        """In the words of the command line, without the usage."""
+        assert message in refused(capsys, *argv.split())
+
+    def test_a_line_break_in_an_argument_stays_one_line(self, capsys: Capture) -> None:
+        """In a message of argparse and in one of ours."""
+        assert "no such file" in refused(capsys, "replay", "ab\nsent")
+        assert "unrecognized" in refused(capsys, "size", "surplus\nword")
+
     def test_a_pool_too_small_for_one_request_names_it(self, capsys: Capture, trace: Path) -> None:
         """Before anything runs: request 2 needs 1536 + 7 - 1 tokens."""
         message = refused(capsys, "replay", trace, "--num-blocks", 96)
@@ -725,8 +810,18 @@ class TestMistakes:
             "itl --gpu nothing",
             "itl --context 10000000000000000000",
             "itl --batch 10000000000000",
-            "itl --bandwidth 1e-300 --weight-bytes 1e300 --json",
-            "itl --bandwidth 1e308TiB --json",
+            "itl --bandwidth 1e-300 --weight-bytes 1e300 --json -",
+            "itl --bandwidth 1e308TiB --json -",
+            "itl --bandwidth 8e11 --tflops 100",
+            "itl --bandwidth 8e11 --weight-bytes 14e9 --weight-bits 8",
+            "itl --gpu-memory 24GiB",
+            "itl --memory-utilization 0.5",
+            "itl --block-size 16",
+            "itl --json",
+            "itl --json absent/out.json",
+            "size --tflops 100",
+            "size --json absent/out.json",
+            "validate . --json absent/out.json",
             "size --context 0",
             "size --model llama-3.1-405b --gpu rtx4090",
             "size --gpu-memory 1e308TiB",
@@ -742,7 +837,7 @@ class TestMistakes:
 
     def test_a_context_too_long_to_count_is_not_answered_with_nonsense(self, capsys: Capture) -> None:
         """10^18 tokens of 100 sequences: refused, or 100 times what one sequence reads; never negative."""
-        options = ("--context", 10**17, "--bandwidth", "1e12", "--json")
+        options = ("--context", 10**17, "--bandwidth", "1e12", "--json", "-")
         for batch in (1, 100):
             if run("itl", "--batch", batch, *options):
                 assert_one_line(capsys.readouterr().err)
@@ -794,8 +889,8 @@ class TestMistakes:
             temporary.write_text("half")
             raise OSError("disk full")
 
-        with pytest.raises(OSError, match="disk full"):
-            write_whole(str(path), fail)
+        with pytest.raises(PagedKVError, match=f"cannot write {path}: disk full"):
+            write_outputs((str(path), fail))
         assert [entry.name for entry in tmp_path.iterdir()] == ["out.json"]
         assert path.read_text() == "old"
 
@@ -809,8 +904,168 @@ class TestMistakes:
 
         monkeypatch.setattr(replay_command, "run_replay", must_not_run)
         refused(capsys, "replay", "--limit", 5, "--json", tmp_path / "absent" / "x.json")
-        require_writable(None, "-", str(tmp_path / "fine.json"))
+        assert not check_outputs(json=None, timeline=str(tmp_path / "fine.csv"))
+        assert check_outputs(json="-", timeline=str(tmp_path / "fine.csv"))
         refused(capsys, "replay", "--limit", 5, "--plot", tmp_path / "x.xyz")
+
+
+# ---------------------------------------------------------------- output files
+
+
+def fail_to_plot(result: object, path: Path) -> None:
+    path.write_text("half")
+    raise OSError(28, "No space left on device", str(path))
+
+
+class TestOutputs:
+    REPLAY = ("replay", "--limit", 3)
+
+    def test_every_command_writes_json_to_a_file_beside_its_tables(
+        self, capsys: Capture, tmp_path: Path
+    ) -> None:
+        """And to standard output without them, the same bytes."""
+        write_run(tmp_path / "run")
+        for argv in (self.REPLAY, (*self.REPLAY, "--hits-only"), ("itl",), ("size",), ("validate", tmp_path)):
+            path = tmp_path / "out.json"
+            assert "┃" in printed(capsys, *argv, "--json", path)
+            for name in ("-", "/dev/stdout"):
+                assert path.read_text() == printed(capsys, *argv, "--json", name)
+
+    def test_a_timeline_on_standard_output_is_alone_there(self, capsys: Capture, tmp_path: Path) -> None:
+        """The tables are left out; the document goes to its file."""
+        out = printed(capsys, *self.REPLAY, "--timeline", "-", "--json", tmp_path / "out.json")
+        assert out.splitlines()[0] == COLUMNS
+        assert all(line.count(",") == COLUMNS.count(",") for line in out.splitlines())
+        assert json.loads((tmp_path / "out.json").read_text())["inputs"]["requests"] == 3
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            ("--json", "-", "--timeline", "-"),
+            ("--json", "-", "--timeline", "/dev/stdout"),
+            ("--json", "a.png", "--plot", "a.png"),
+            ("--json", "a.json", "--timeline", "./x/../a.json"),
+            ("--timeline", "link.csv", "--json", "a.json"),
+        ],
+    )
+    def test_two_outputs_in_one_place_are_refused(
+        self, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+    ) -> None:
+        """However the place is written."""
+        monkeypatch.chdir(tmp_path)
+        Path("x").mkdir()
+        Path("link.csv").symlink_to("a.json")
+        assert "both write" in refused(capsys, *self.REPLAY, *options)
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link.csv", "x"]
+
+    def test_an_output_that_fails_changes_no_other(
+        self, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The picture cannot be written: document and timeline are as before, and nothing lies about."""
+        monkeypatch.setattr(replay_command, "plot_replay", fail_to_plot)
+        monkeypatch.setattr(replay_command, "require_plottable", lambda path: None)
+        files = [tmp_path / name for name in ("a.json", "b.csv", "c.png")]
+        for path in files[:2]:
+            path.write_text("old")
+        options = ("--json", files[0], "--timeline", files[1], "--plot", files[2])
+        message = refused(capsys, *self.REPLAY, *options)
+        assert message == f"pagedkv: error: cannot write {files[2]}: No space left on device"
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+            "a.json": "old",
+            "b.csv": "old",
+        }
+
+    def test_a_link_stays_a_link(self, capsys: Capture, tmp_path: Path) -> None:
+        """To a file that is there, keeping its permissions, and to one that is not yet."""
+        (tmp_path / "far").mkdir()
+        (tmp_path / "far" / "old.json").write_text("old")
+        (tmp_path / "far" / "old.json").chmod(0o640)
+        for name in ("old.json", "new.json"):
+            link = tmp_path / name
+            link.symlink_to(tmp_path / "far" / name)
+            printed(capsys, *self.REPLAY, "--json", link)
+            assert link.is_symlink()
+            assert json.loads((tmp_path / "far" / name).read_text())["inputs"]["requests"] == 3
+        assert (tmp_path / "far" / "old.json").stat().st_mode & 0o777 == 0o640
+        assert len(list((tmp_path / "far").iterdir())) == 2
+
+    @pytest.mark.skipif(os.name != "posix", reason="devices and pipes of POSIX")
+    def test_what_is_no_regular_file_is_written_to(self, capsys: Capture, tmp_path: Path) -> None:
+        """A pipe gets the document and is still a pipe; so is a device, also behind a link."""
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        (tmp_path / "null").symlink_to("/dev/null")
+        heard: list[str] = []
+        reader = threading.Thread(target=lambda: heard.append(pipe.read_text()))
+        reader.start()
+        printed(capsys, *self.REPLAY, "--json", pipe, "--timeline", tmp_path / "null")
+        reader.join(timeout=30)
+        assert json.loads(heard[0])["inputs"]["requests"] == 3
+        assert pipe.is_fifo()
+        assert (tmp_path / "null").is_symlink() and Path("/dev/null").is_char_device()
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+    def test_a_full_device_changes_no_file(self, capsys: Capture, tmp_path: Path) -> None:
+        """It is written first, since it cannot be taken back."""
+        (tmp_path / "b.csv").write_text("old")
+        message = refused(capsys, *self.REPLAY, "--timeline", tmp_path / "b.csv", "--json", "/dev/full")
+        assert message == "pagedkv: error: cannot write /dev/full: No space left on device"
+        assert (tmp_path / "b.csv").read_text() == "old"
+
+    @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+    def test_a_reader_that_leaves_costs_no_file(self, tmp_path: Path) -> None:
+        """`--json - | head` with a timeline: the timeline is there."""
+        reader, writer = os.pipe()
+        os.close(reader)
+        code = "import sys\nfrom pagedkv.sim.cli import main\nsys.exit(main())\n"
+        argv = [sys.executable, "-c", code, *map(str, self.REPLAY), "--json", "-"]
+        argv += ["--timeline", str(tmp_path / "b.csv")]
+        try:
+            done = subprocess.run(argv, env=environment(), stdout=writer, stderr=subprocess.PIPE, timeout=60)
+        finally:
+            os.close(writer)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert (tmp_path / "b.csv").read_text().startswith(COLUMNS)
+
+    @pytest.mark.parametrize("mistake", ["long", "loop", "below a file", "folder", "empty"])
+    def test_impossible_paths_are_named_before_the_work(
+        self, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: str
+    ) -> None:
+        """In the words of the system, with the path as given."""
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(replay_command, "run_replay", None)
+        Path("loop").symlink_to("loop")
+        Path("file").write_text("")
+        names = {"long": 300 * "x", "below a file": "file/x.json", "folder": ".", "empty": ""}
+        path = names.get(mistake, mistake)
+        assert f"cannot write {path}: " in refused(capsys, *self.REPLAY, "--json", path)
+
+    def test_missing_permissions_are_found_before_the_work(
+        self, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """To the folder of a new file, and to a file that is there (root may do anything, so we pretend)."""
+        monkeypatch.setattr(replay_command, "run_replay", None)
+        path, locked = tmp_path / "out.json", str(tmp_path)
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda name, mode: str(name) != locked and access(name, mode))
+        message = refused(capsys, *self.REPLAY, "--json", path)
+        assert f"cannot write {path}: no permission to write into the folder {tmp_path}" in message
+        path.write_text("old")
+        locked = str(path)
+        assert f"cannot write {path}: no permission" in refused(capsys, *self.REPLAY, "--json", path)
+
+    def test_a_permission_lost_meanwhile_names_the_path_as_given(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not the temporary file, which nobody asked for."""
+
+        def denied(*args: Any, **options: Any) -> Any:
+            raise PermissionError(13, "Permission denied", str(tmp_path / ".pagedkv-abc.json"))
+
+        monkeypatch.setattr(tempfile, "mkstemp", denied)
+        with pytest.raises(PagedKVError) as refusal:
+            write_outputs((str(tmp_path / "out.json"), text_writer("new")))
+        assert str(refusal.value) == f"cannot write {tmp_path / 'out.json'}: Permission denied"
 
 
 # ---------------------------------------------------------------- as a process
@@ -848,6 +1103,23 @@ class TestProcess:
         ):
             done = spawned(*argv, before=blocked)
             assert (done.returncode, done.stderr) == (0, "")
+
+    def test_the_version_needs_no_extra(self) -> None:
+        """Whoever asks for help with an installation is asked for it first."""
+        done = spawned("--version", before=BLOCKER.format(name="rich"))
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"pagedkv {__version__}\n", "")
+
+    @pytest.mark.parametrize("argv", [["--version"], ["itl", "--context", "1"], ["itl", "--batch", "0"]])
+    def test_the_module_runs_like_the_console_script(self, argv: list[str]) -> None:
+        """`python -m pagedkv`: same texts, same exit codes, same name in them."""
+        code = [sys.executable, "-m", "pagedkv", *argv]
+        done = subprocess.run(code, env=environment(), capture_output=True, text=True, timeout=60)
+        script = spawned(*argv)
+        assert (done.returncode, done.stdout, done.stderr) == (
+            script.returncode,
+            script.stdout,
+            script.stderr,
+        )
 
     def test_without_rich_the_extra_is_named(self) -> None:
         """One line that can be pasted, exit code 2."""
@@ -908,6 +1180,17 @@ class TestProcess:
         assert process.returncode == 130
         assert err == "pagedkv: interrupted\n"
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_the_name_does_not_hide_the_built_in_workload(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace: Path
+) -> None:
+    """Such a file is ./chat-long."""
+    monkeypatch.chdir(tmp_path)
+    trace.rename("chat-long")
+    for name in ([], ["chat-long"]):
+        assert "chat-long: 5 requests" in printed(capsys, "replay", *name, "--limit", 5)
+    assert "chat-long: 3 requests" in printed(capsys, "replay", "./chat-long", "--limit", 5)
 
 
 def test_the_workload_named_by_default_is_the_built_in_one(capsys: Capture) -> None:

@@ -22,7 +22,7 @@ from pagedkv.sim.models import load_model
 from pagedkv.sim.records import Records
 from pagedkv.sim.replay import ReplaySetup, run_replay
 from pagedkv.sim.report import replay_document, to_json
-from pagedkv.sim.step_time import StepTimeModel, kv_groups
+from pagedkv.sim.step_time import AttentionGroup, StepTimeModel
 from pagedkv.sim.trace import Trace
 from pagedkv.sim.workload import chat_long
 from pagedkv.spec import KVCacheSpec, LayerSpec
@@ -98,7 +98,6 @@ class SlowEngine:
                 return
             request.computed, request.decoding = opened.num_cached_tokens, False
             self.running.append(self.waiting.pop(0))
-            self.peak = max(self.peak, self.manager.counts.active)
 
     def step(self) -> None:
         self.steps += 1
@@ -126,15 +125,19 @@ class SlowEngine:
     def seconds(self, chunks: list[tuple[Request, int]], num_ended: int) -> float:
         model, num_decoding = self.model, len(self.decoding)
         tokens = num_decoding + sum(n for _, n in chunks)
-        pairs = sum(r.computed + i for r, n in chunks for i in range(1, n + 1))
-        flops = model.flops_per_token * tokens + model.flops_per_pair * pairs
-        flops += model.flops_per_sample * (num_decoding + num_ended)
+        flops = model.flops_per_token * tokens + model.flops_per_sample * (num_decoding + num_ended)
         weights = model.dense_weight_bytes
         weights += model.expert_weight_bytes * (1 - (1 - model.expert_share) ** tokens)
-        kv = sum(self.spec.bytes_read(len(r.prompt) + r.generated) for r in self.decoding)
-        kv += sum(self.spec.bytes_read(r.computed + n) for r, n in chunks)
-        slower = max(flops / model.flops_per_s, weights / model.weight_bytes_per_s)
-        return model.launch_s + slower + kv / model.kv_bytes_per_s
+        kv_s = 0.0
+        for layer in self.spec.layers:
+            size, window = layer.bytes_per_token(self.spec.dtype), layer.window or 10**9
+            for r, n in chunks:
+                seen = [range(max(0, p + 1 - window), p + 1) for p in range(r.computed, r.computed + n)]
+                flops += PREFILL_FLOPS * sum(map(len, seen))
+                kv_s += size * len(set().union(*seen)) / model.kv_bytes_per_s
+            per_token = max(size / model.kv_bytes_per_s, DECODE_FLOPS / model.flops_per_s)
+            kv_s += sum(per_token * min(len(r.prompt) + r.generated, window) for r in self.decoding)
+        return model.launch_s + max(flops / model.flops_per_s, weights / model.weight_bytes_per_s) + kv_s
 
     def emit(self, request: Request) -> None:
         request.generated += 1
@@ -200,6 +203,9 @@ class WatchedManager(KVCacheManager):
         self.log.append(("close", seq_id))
 
 
+PREFILL_FLOPS, DECODE_FLOPS = 0.07, 0.9
+"""Of one layer, per pair and per token: bytes bound decode attention at one rate, compute at another."""
+
 FULL = KVCacheSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=8)
 SLIDING = KVCacheSpec((LayerSpec(1, 8, window=5), LayerSpec(1, 8), LayerSpec(1, 8, window=17)))
 ALL_SLIDING = KVCacheSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=8, window=9)
@@ -217,9 +223,20 @@ def model_of(spec: KVCacheSpec, bound: str) -> StepTimeModel:
         expert_share=0.25,
         flops_per_token=7.0,
         flops_per_sample=3.0,
-        flops_per_pair=0.21,
-        kv_groups=kv_groups(spec),
+        groups=tuple(
+            AttentionGroup(
+                window,
+                size,
+                PREFILL_FLOPS * layers_with(spec, window),
+                DECODE_FLOPS * layers_with(spec, window),
+            )
+            for window, size in spec.bytes_by_window
+        ),
     )
+
+
+def layers_with(spec: KVCacheSpec, window: int | None) -> int:
+    return sum(layer.window == window for layer in spec.layers)
 
 
 @dataclass(frozen=True)
@@ -325,7 +342,7 @@ def test_jumping_over_tokens_gives_what_single_steps_give(first_seed: int) -> No
         assert records.num_preemptions == slow.preemptions, context
         assert fast.manager.stats() == slow.manager.stats(), context
         assert fast.manager.log == slow.manager.log, context  # type: ignore[attr-defined]
-        assert records.peak_active_blocks == slow.peak, context
+        assert records.occupancy.peak_active_blocks == slow.peak, context
         assert sum(s.num_steps for s in records.steps) == slow.steps, context
         np.testing.assert_allclose(
             records.first_token_s, [r.token_times[0] for r in slow.requests], rtol=1e-9, err_msg=context
@@ -421,7 +438,7 @@ def test_everything_is_served_and_nothing_is_lost(seed: int) -> None:
     for sample in records.samples:
         assert sample.free_blocks + sample.cached_blocks + sample.active_blocks == case.num_blocks
         assert 0 <= sample.used_slots <= sample.active_blocks * case.block_size
-        assert sample.active_blocks <= records.peak_active_blocks
+        assert sample.active_blocks <= records.occupancy.peak_active_blocks
         assert sample.num_running <= case.config.max_batch
     stats = engine.manager.stats()
     assert stats.num_opened == len(trace) + records.num_preemptions
@@ -499,14 +516,14 @@ def test_requests_that_each_fill_the_pool_alone_are_all_served(
     engine = case.engine()
     records = engine.run()
     assert records.num_finished == 6
-    assert records.peak_active_blocks == case.num_blocks
+    assert records.occupancy.peak_active_blocks == case.num_blocks
     # progress: no request is admitted more often than the others make tokens
     assert engine.manager.stats().num_opened <= sum([40, 21, 4, 31, 1, 11])
 
 
 def test_the_last_token_takes_no_slot() -> None:
     """13 + 4 - 1 tokens fill four blocks of 4 exactly; one token more needs a fifth."""
-    assert lengths_case([13], [4], num_blocks=4).engine().run().peak_active_blocks == 4
+    assert lengths_case([13], [4], num_blocks=4).engine().run().occupancy.peak_active_blocks == 4
     with pytest.raises(NeverFits, match="needs 5 blocks of 4 tokens, the pool has 4"):
         lengths_case([13], [5], num_blocks=4).engine()
 

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedkv.block_pool import BlockCounts
 from pagedkv.manager import KVCacheManager
 from pagedkv.sim.engine import Engine, EngineConfig
 from pagedkv.sim.metrics import FORMULAS, PERCENTILES, BlockUse, Distribution, Summary, bytes_of, summarize
-from pagedkv.sim.records import Records, Sample, Steps
+from pagedkv.sim.records import Occupancy, Records, Steps
 from pagedkv.sim.step_time import StepTimeModel
 from pagedkv.sim.trace import Trace
+from pagedkv.sim.workload import chat_long
 from pagedkv.spec import KVCacheSpec
 
 SPEC = KVCacheSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=8, block_size=4)
@@ -88,8 +90,8 @@ class TestGaps:
         assert Distribution.of(*Records(1).gaps()).count == 0
 
 
-def sample(time_s: float, active: int, cached: int, used: int) -> Sample:
-    return Sample(time_s, 1, 0, 20 - active - cached, cached, active, used, None)
+def counts(active: int, cached: int) -> BlockCounts:
+    return BlockCounts(20 - active - cached, cached, active)
 
 
 def summary_of(trace: Trace, records: Records, num_blocks: int = 20) -> Summary:
@@ -103,8 +105,9 @@ class TestSummary:
         records = Records(3)
         records.first_token_s = np.array([2.0, 5.0, 3.0])
         records.finish_s = np.array([10.0, 5.0, 4.0])
-        records.samples = [sample(1.0, 4, 0, 14), sample(3.0, 10, 2, 40), sample(4.0, 0, 12, 0)]
-        records.peak_active_blocks = 11
+        records.hit_tokens = 16
+        records.occupancy.add(2.0, 1, counts(4, 0), counts(4, 0), (14, 14))
+        records.occupancy.add(1.0, 4, counts(6, 4), counts(10, 0), (24, 40))
         records.steps = [steps(4, 2.0, 0.0, 1), steps(2, 0.5, 0.0, 1)]
         return records
 
@@ -124,14 +127,19 @@ class TestSummary:
         assert (summary.makespan_s, summary.output_tokens_per_s) == (10.0, 0.9)
         assert (summary.steps, summary.preemptions) == (6, 0)
 
-    def test_block_use_weighs_each_sample_with_the_span_to_the_next(self) -> None:
-        """4 blocks for 2 s and 10 for 1 s; the last sample has no span."""
+    def test_block_use_is_averaged_over_time(self) -> None:
+        """4 blocks for 2 s; four steps of 7, 8, 9, 10 blocks and 28, 32, 36, 40 slots in 1 s."""
         use = summary_of(self.TRACE, self.records()).use
-        assert use.mean_active_blocks == pytest.approx((4 * 2 + 10 * 1) / 3)
-        assert use.mean_cached_blocks == pytest.approx((0 * 2 + 2 * 1) / 3)
-        assert use.mean_used_slots == pytest.approx((14 * 2 + 40 * 1) / 3)
-        assert use.mean_fragmentation == pytest.approx(1 - (28 + 40) / ((8 + 10) * 4))
-        assert (use.peak_active_blocks, use.peak_used_slots) == (11, 40)
+        assert use.mean_active_blocks == pytest.approx((4 * 2 + 8.5) / 3)
+        assert use.mean_cached_blocks == pytest.approx((0 * 2 + 1.5) / 3)
+        assert use.mean_used_slots == pytest.approx((14 * 2 + 34) / 3)
+        assert use.mean_fragmentation == pytest.approx(1 - (28 + 34) / ((8 + 8.5) * 4))
+        assert (use.peak_active_blocks, use.peak_used_slots) == (10, 40)
+
+    def test_hit_rates_are_over_the_prompts_of_the_trace(self) -> None:
+        """16 of 60 prompt tokens; 4 of 2 + 5 + 7 full blocks of 4."""
+        summary = summary_of(self.TRACE, self.records())
+        assert (summary.token_hit_rate, summary.block_hit_rate) == (16 / 60, 4 / 14)
 
     def test_only_single_tokens_have_no_tpot_and_no_itl(self) -> None:
         """None throughout, and nothing warns."""
@@ -140,18 +148,11 @@ class TestSummary:
         summary = summary_of(Trace.from_lengths([0.0] * 3, [1] * 3, [1] * 3), records)
         assert summary.tpot == summary.itl == Distribution(0, None, None, None, None, None)
 
-    def test_a_single_sample_is_its_own_mean(self) -> None:
-        """No span to weigh with."""
-        records = self.records()
-        records.samples = [sample(1.0, 4, 3, 14)]
-        use = summary_of(self.TRACE, records).use
-        assert (use.mean_active_blocks, use.mean_cached_blocks, use.mean_used_slots) == (4, 3, 14)
-        assert use.mean_fragmentation == pytest.approx(1 - 14 / 16)
-
     def test_an_idle_pool_has_no_fragmentation(self) -> None:
         """Zero slots are no division by zero."""
         records = self.records()
-        records.samples = [sample(1.0, 0, 0, 0), sample(2.0, 0, 0, 0)]
+        records.occupancy = Occupancy()
+        records.occupancy.add(2.0, 1, counts(0, 0), counts(0, 0), (0, 0))
         assert summary_of(self.TRACE, records).use.mean_fragmentation == 0.0
 
     def test_every_latency_has_a_formula(self) -> None:
@@ -184,12 +185,45 @@ class TestATinyRun:
         assert seen == {0.0: (0, 0), 0.5: (0, 0), 1.5: (2, 5), 2.5: (2, 6), 3.5: (2, 7), 4.5: (0, 0)}
 
     def test_means_are_over_time(self) -> None:
-        """0 for the first 1.5 seconds, 2 blocks for the other three; 5 + 6 + 7 slots of 24."""
+        """0 for the first half second, then 2 blocks for four; 5 + 6 + 7 + 8 slots of 32."""
         use = self.run()[0].use
-        assert use.mean_active_blocks == pytest.approx(6 / 4.5)
-        assert use.mean_used_slots == pytest.approx(18 / 4.5)
-        assert use.mean_fragmentation == pytest.approx(1 - 18 / 24)
-        assert use.peak_active_blocks == 2
+        assert use.mean_active_blocks == pytest.approx(2 * 4 / 4.5)
+        assert use.mean_used_slots == pytest.approx(26 / 4.5)
+        assert use.mean_fragmentation == pytest.approx(1 - 26 / 32)
+        assert (use.peak_active_blocks, use.peak_used_slots) == (2, 8)
+
+    @pytest.mark.parametrize("interval", [0.01, 1.0, 1e6])
+    def test_the_timeline_s_interval_changes_no_figure(self, interval: float) -> None:
+        """It decides when to look, not what there is."""
+        uses = []
+        for seconds in (0.3, interval):
+            trace, manager = chat_long(3), KVCacheManager(20_000, 16)
+            model = StepTimeModel.from_rates(weight_bytes=1.0, bandwidth=50.0)
+            records = Engine(trace, manager, model, EngineConfig(4, 512, seconds)).run()
+            uses.append(dataclasses.asdict(summarize(trace, records, manager.stats()).use))
+        # within a jump blocks count as growing evenly, so fragmentation is off by a slot or so per block
+        assert uses[0] == pytest.approx(uses[1], rel=1e-3, abs=1e-3)
+
+    def test_idle_time_counts_as_idle(self) -> None:
+        """Two short requests a thousand seconds apart hold next to nothing on average."""
+        trace = Trace.from_lengths([0.0, 1000.0], [5, 5], [4, 4])
+        model = StepTimeModel.from_rates(weight_bytes=1.0, bandwidth=1.0)
+        manager = KVCacheManager(10, 4, max_seqs=1)
+        records = Engine(trace, manager, model, EngineConfig(1, 8, interval_s=1e6)).run()
+        assert summarize(trace, records, manager.stats()).use.mean_active_blocks == pytest.approx(
+            2 * 8 / 1004
+        )
+
+    def test_a_preempted_request_s_own_blocks_are_no_prompt_hits(self) -> None:
+        """Prompts that share nothing have a hit rate of 0, however often they come back."""
+        trace = Trace.from_lengths([0.0] * 4, [8] * 4, [12] * 4)
+        model = StepTimeModel.from_rates(weight_bytes=1.0, bandwidth=1.0)
+        manager = KVCacheManager(9, 4)
+        records = Engine(trace, manager, model, EngineConfig(4, 64)).run()
+        summary = summarize(trace, records, manager.stats())
+        assert summary.preemptions > 0
+        assert summary.stats.hit_tokens > 0
+        assert summary.token_hit_rate == summary.block_hit_rate == 0.0
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "fp32"])

@@ -226,3 +226,17 @@ def test_a_config_whose_parameters_cannot_be_counted_is_refused(
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot read"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"model_type": "mamba"}', json.dumps(CONFIG | {"vocab_size": 0})]
+)
+def test_a_config_that_is_refused_is_named_once(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError) as refusal:
+        load_model(path)
+    assert str(refusal.value).count("bad.json") == 1
+    with pytest.raises(SpecError) as refusal:
+        load_model(tmp_path)
+    assert str(refusal.value).count(str(tmp_path)) == 1

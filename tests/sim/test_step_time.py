@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagedkv.errors import PagedKVError, SpecError
 from pagedkv.sim.gpus import gpu_names, load_gpu
 from pagedkv.sim.models import load_model
-from pagedkv.sim.step_time import Contexts, Efficiency, StepTimeModel, kv_groups
+from pagedkv.sim.step_time import AttentionGroup, Contexts, Efficiency, StepTimeModel
 from pagedkv.spec import KVCacheSpec, LayerSpec
 
 LLAMA_KV_PER_TOKEN = 32 * 2 * 8 * 128 * 2  # layers, K and V, KV heads, head dim, bytes of bf16
@@ -118,7 +118,7 @@ class TestGrowth:
         model = of_rates(spec)
         assert model.decode_s(contexts(4096)) == model.decode_s(contexts(4097, 0))
         assert model.decode_s(contexts(10**6)) == model.decode_s(contexts(4096))
-        assert model.kv_growth(contexts(4096, 10**6)) == 0
+        assert model.decode_kv_growth_s(contexts(4096, 10**6)) == 0
 
     @pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt-oss-20b", "gemma-3-27b", "deepseek-v3"])
     @settings(max_examples=30, deadline=None)
@@ -130,8 +130,9 @@ class TestGrowth:
         spec = load_model(name).spec
         model, now = of_rates(spec), contexts(*lengths)
         assert model.kv_bytes(now) == sum(spec.bytes_read(n) for n in lengths)
-        assert model.kv_growth(now) == model.kv_bytes(now + 1) - model.kv_bytes(now)
-        assert model.prefill_kv_bytes(lengths[0]) == spec.bytes_read(lengths[0])
+        growth = (model.kv_bytes(now + 1) - model.kv_bytes(now)) / model.kv_bytes_per_s
+        assert model.decode_kv_growth_s(now) == pytest.approx(growth, rel=1e-12)
+        assert model.decode_kv_s(now) == pytest.approx(model.kv_bytes(now) / model.kv_bytes_per_s, rel=1e-12)
 
     @settings(max_examples=50, deadline=None)
     @given(
@@ -147,19 +148,22 @@ class TestGrowth:
         promised = model.steps_of_same_growth(now)
         steps = 200 if promised is None else promised
         assert steps >= 1
-        assert {model.kv_growth(now + k) for k in range(steps)} == {model.kv_growth(now)}
+        assert {model.decode_kv_growth_s(now + k) for k in range(steps)} == {model.decode_kv_growth_s(now)}
         if promised is not None:
-            assert model.kv_growth(now + promised) < model.kv_growth(now)
+            assert model.decode_kv_growth_s(now + promised) < model.decode_kv_growth_s(now)
 
     def test_layers_of_one_window_form_one_group_whatever_their_heads(self) -> None:
         """Groups are keyed by the window alone; their bytes per token sum to the spec's."""
         spec = KVCacheSpec((LayerSpec(1, 8), LayerSpec(2, 8), LayerSpec(1, 8, window=4)))
-        assert dict(kv_groups(spec)) == {None: 2 * 8 * 2 * 3, 4: 2 * 8 * 2}
+        assert {g.window: g.bytes_per_token for g in of_rates(spec).groups} == {
+            None: 2 * 8 * 2 * 3,
+            4: 2 * 8 * 2,
+        }
 
     def test_no_context_reads_nothing(self) -> None:
         """An empty batch has no KV bytes, no growth, and no window to fill."""
         model = of_model("gpt-oss-20b")
-        assert (model.kv_bytes(contexts()), model.kv_growth(contexts())) == (0, 0)
+        assert (model.kv_bytes(contexts()), model.decode_kv_growth_s(contexts())) == (0, 0)
         assert model.steps_of_same_growth(contexts()) is None
 
 
@@ -216,29 +220,28 @@ class TestComputeBound:
         dense_weight_bytes=40.0,
         flops_per_token=20.0,
         flops_per_sample=5.0,
-        flops_per_pair=2.0,
     )
 
     @pytest.mark.parametrize(
-        ("tokens", "samples", "pairs", "seconds"),
+        ("tokens", "samples", "attention", "seconds"),
         [
             (1, 1, 0.0, 0.5 + 4.0),  # 25 FLOP take 0.25 s, 40 bytes take 4 s
             (16, 16, 0.0, 0.5 + 4.0),  # 400 FLOP: both take 4 s
             (17, 16, 0.0, 0.5 + 4.2),  # 420 FLOP
             (17, 0, 0.0, 0.5 + 4.0),  # no token goes through the head
-            (17, 16, 40.0, 0.5 + 5.0),  # 80 FLOP of attention more
+            (17, 16, 80.0, 0.5 + 5.0),  # 80 FLOP of attention more
             (0, 0, 0.0, 0.5 + 4.0),
         ],
     )
     def test_the_slower_of_compute_and_weights_counts(
-        self, tokens: int, samples: int, pairs: float, seconds: float
+        self, tokens: int, samples: int, attention: float, seconds: float
     ) -> None:
         """launch + max(FLOP / rate, bytes / rate), by hand."""
-        assert self.MODEL.fixed_s(tokens, samples, pairs) == pytest.approx(seconds, rel=1e-12)
+        assert self.MODEL.fixed_s(tokens, samples, attention) == pytest.approx(seconds, rel=1e-12)
 
     def test_kv_reads_come_on_top_of_the_slower(self) -> None:
         """A decode step adds its KV bytes to compute and weights alike."""
-        model = replace(self.MODEL, kv_groups=((None, 3),))
+        model = replace(self.MODEL, groups=(AttentionGroup(None, 3),))
         assert model.decode_s(contexts(4, 6)) == pytest.approx(0.5 + 4.0 + 30.0)
 
     def test_a_long_prompt_is_bound_by_compute_and_a_decode_step_by_weights(self) -> None:
@@ -250,7 +253,43 @@ class TestComputeBound:
 
     def test_attention_costs_four_flops_per_pair_head_dim_and_layer(self) -> None:
         """Two products of 128 elements for 32 heads in 32 layers."""
-        assert of_model("llama-3.1-8b").flops_per_pair == 4 * 32 * 128 * 32
+        (group,) = of_model("llama-3.1-8b").groups
+        assert group.prefill_flops == group.decode_flops == 4 * 32 * 128 * 32
+
+    def test_mla_prefills_expanded_and_decodes_in_the_latent_space(self) -> None:
+        """DeepSeek-V3: 128 heads of 192 + 128 dims expanded, of 576 + 512 absorbed, in 61 layers."""
+        (group,) = of_model("deepseek-v3").groups
+        assert group.prefill_flops == 2 * 128 * (192 + 128) * 61
+        assert group.decode_flops == 2 * 128 * (576 + 512) * 61
+
+    def test_mla_decode_attention_takes_the_longer_of_its_bytes_and_its_flops(self) -> None:
+        """On an H200, 242 FLOP per byte are more than the chip has: compute counts, not bandwidth."""
+        model = StepTimeModel.from_gpu(load_model("deepseek-v3"), load_gpu("h200"))
+        flops = 2 * 128 * (576 + 512) * 61 * 32_768 * 64
+        assert model.decode_kv_s(contexts(*[32_768] * 64)) == pytest.approx(flops / (989e12 * 0.78))
+        assert flops / (989e12 * 0.78) > model.kv_bytes(contexts(*[32_768] * 64)) / (4.8e12 * 0.9)
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        window=st.one_of(st.none(), st.integers(1, 50)), start=st.integers(0, 80), count=st.integers(0, 60)
+    )
+    def test_prefill_pairs_and_reads_are_what_a_count_token_by_token_gives(
+        self, window: int | None, start: int, count: int
+    ) -> None:
+        """Each prompt token attends to itself and what its window leaves of the tokens before it."""
+        group = AttentionGroup(window, 1)
+        seen = [range(max(0, p + 1 - (window or p + 1)), p + 1) for p in range(start, start + count)]
+        assert group.pairs(start, count) == sum(map(len, seen))
+        if count:
+            assert group.tokens_read(start, count) == len(set().union(*seen))
+
+    def test_a_long_prompt_of_a_sliding_model_does_not_pay_for_full_attention(self) -> None:
+        """Mistral-7B-v0.1, 100,000 tokens, window 4,096: 12 times fewer pairs than full attention."""
+        model = of_model("mistral-7b-v0.1")
+        (group,) = model.groups
+        assert model.prefill_flops(0, 100_000) / (
+            group.prefill_flops * 100_000 * 100_001 / 2
+        ) == pytest.approx(0.0802, abs=1e-4)
 
 
 class TestErrors:

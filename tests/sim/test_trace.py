@@ -202,6 +202,16 @@ class TestReading:
         with pytest.raises(TraceError, match="512 tokens make 0 or 1; blocks of 16 tokens make 3 or 4"):
             read_mooncake(write(tmp_path, line(input_length=50, hash_ids=[1, 2])), block_size=None)
 
+    def test_a_block_size_that_was_only_guessed_is_asked_for(self, tmp_path: Path) -> None:
+        """Blocks of 32: the message says how to state it; whoever stated one is not told to."""
+        path = write(tmp_path, line(input_length=64, hash_ids=[1, 2]))
+        with pytest.raises(TraceError, match=r"16 tokens make 4; state the right .*--trace-block-size"):
+            read_mooncake(path, block_size=None)
+        assert read_mooncake(path, block_size=32).content_block_size == 32
+        with pytest.raises(TraceError) as stated:
+            read_mooncake(path, block_size=16)
+        assert "--trace-block-size" not in str(stated.value)
+
     @pytest.mark.parametrize("option", ["block_size", "limit"])
     @pytest.mark.parametrize("value", [0, -1, True, 512.0])
     def test_options_that_are_no_counts_are_refused(self, tmp_path: Path, option: str, value: Any) -> None:
