@@ -115,9 +115,11 @@ class KVCacheManager:
     def used_slots(self) -> int:
         """Slots of active blocks that a token of an open sequence is assigned to, a shared one once.
 
-        Cost: O(open sequences), and O(their blocks) for each partial tail that several share.
+        Cost: O(max_seqs), and O(blocks of open sequences) for each partial tail that several share.
         """
-        return self.counts.active * self.block_size - unused_slots(self._cache, self.tables)
+        return self.counts.active * self.block_size - unused_slots(
+            self._cache, self.tables, self._maybe_shared
+        )
 
     # -- sequences
 
@@ -238,7 +240,8 @@ class KVCacheManager:
             self._cache.index.tokens[blocks, start % self.block_size] = ids
             for row in rows[(start + 1) % self.block_size == 0].tolist():
                 first = int(self._committed[row]) // self.block_size
-                self._share_blocks(row, first, first + 1)
+                block = self.tables.blocks[row, first]
+                self._share_blocks(row, first, self._cache.index.tokens[block].reshape(1, -1))
         self._committed[rows] = start + 1
 
     def fork(self, seq_id: SeqId, child_id: SeqId) -> bool:
@@ -463,17 +466,17 @@ class KVCacheManager:
         flat[offset : offset + len(tokens)] = tokens
         self._cache.index.tokens[ids] = content
         self._set_extra(row, extra)
-        self._share_blocks(row, first, stop // self.block_size)
+        self._share_blocks(row, first, content[: stop // self.block_size - first])
 
-    def _share_blocks(self, row: int, first: int, last: int) -> None:
-        """Index the row's blocks ``first .. last - 1``, or hold equal ones that are indexed already."""
-        if first == last:
+    def _share_blocks(self, row: int, first: int, content: Int32Array) -> None:
+        """Index the row's blocks from ``first`` on, full of ``content``, or hold equal ones instead."""
+        if not len(content):
             return
-        blocks, index = self.tables.blocks[row], self._cache.index
+        blocks, last = self.tables.blocks[row], first + len(content)
         own = blocks[first:last].copy()
         parent = int(blocks[first - 1]) if first else ROOT
-        extra = self._extra.get(row, NO_EXTRA).ids(self._cache.extra_keys, first, last - first)
-        held = self._cache.share(own, index.tokens[own], extra, parent)
+        extra = self._extra.get(row, NO_EXTRA).ids(self._cache.extra_keys, first, len(content))
+        held = self._cache.share(own, content, extra, parent)
         blocks[first:last] = held
         self._cache.release(own[held != own][::-1])
 

@@ -1,5 +1,6 @@
 """The partial last blocks of sequences: who else can see them, and what of them is unused."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -54,28 +55,28 @@ def shared_tails(cache: BlockCache, tables: PageTable, rows: Int64Array) -> Shar
     )
 
 
-def unused_slots(cache: BlockCache, tables: PageTable) -> int:
+def unused_slots(cache: BlockCache, tables: PageTable, maybe_shared: Collection[int]) -> int:
     """Slots of active blocks that hold no token of an open sequence; a shared tail counts once.
 
-    Cost: O(open sequences), and O(their blocks) for each private tail that several of them share.
+    ``maybe_shared`` are the rows whose tail others might see; every other partial tail is its row's own.
+    Cost: O(max_seqs) in one pass, and O(open sequences' blocks) for each tail that several share.
     """
-    rows = tables.open_rows()
-    filled = tables.seq_len[rows] % tables.block_size
-    rows, filled = rows[filled > 0], filled[filled > 0]
-    tails = tables.blocks[rows, tables.seq_len[rows] // tables.block_size]
-    seen = cache.is_shared(tails)
-    unused = int((tables.block_size - filled[~seen]).sum())
+    unused = -tables.seq_len % tables.block_size
+    total = int(unused.sum())
+    rows = np.array([row for row in maybe_shared if unused[row]], np.int64)
+    if len(rows):
+        tails = tables.blocks[rows, tables.seq_len[rows] // tables.block_size]
+        total -= int(unused[rows].sum())
+        for block in np.unique(tails[~cache.index.indexed[tails]]).tolist():
+            total += tables.block_size - _filled_slots(tables, block)
     if cache.fences:
         fenced = cache.fenced_only()
-        unused += tables.block_size * int(np.count_nonzero(~cache.index.indexed[fenced]))
-    if seen.any():
-        for block in np.unique(tails[seen & ~cache.index.indexed[tails]]).tolist():
-            unused += tables.block_size - _filled_slots(tables, block)
-    return unused
+        total += tables.block_size * int(np.count_nonzero(~cache.index.indexed[fenced]))
+    return total
 
 
 def _filled_slots(tables: PageTable, block: int) -> int:
-    """Slots of a private block, the tail of several sequences, that at least one of them has reached."""
+    """Slots of a private tail that at least one of its holders has reached."""
     rows = tables.open_rows()
     lens = tables.seq_len[rows]
     width = div_ceil(int(lens.max()), tables.block_size)

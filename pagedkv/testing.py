@@ -59,7 +59,17 @@ class ReferenceManager:
             {seq_id: (s.length, len(s.tokens)) for seq_id, s in self.seqs.items()},
             (self.evicted, self.copied),
             len(self.by_path),
+            self.used_slots(),
         )
+
+    def used_slots(self) -> int:
+        """Slots of held blocks that a sequence has reached, and all of a block that is indexed."""
+        filled: dict[int, int] = {id(b): self.block_size for b in self.by_path.values() if b.refs}
+        for seq in self.seqs.values():
+            for i, block in enumerate(seq.blocks):
+                reached = min(self.block_size, seq.length - i * self.block_size)
+                filled[id(block)] = max(filled.get(id(block), 0), reached)
+        return sum(filled.values())
 
     def open(self, seq_id: Hashable, tokens: Sequence[int], namespace: Namespace | None = None) -> int | None:
         """Cached tokens of the new sequence, or None."""
@@ -231,6 +241,7 @@ def manager_state(manager: KVCacheManager) -> tuple[object, ...]:
         {i: (manager.tables.num_tokens(i), manager.num_committed(i)) for i in manager.tables.seq_ids},
         (stats.evicted_blocks, stats.copied_blocks),
         stats.indexed_blocks,
+        stats.used_slots,
     )
 
 

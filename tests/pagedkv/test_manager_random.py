@@ -767,7 +767,7 @@ def mutate_discard(patch: pytest.MonkeyPatch) -> None:
 
 
 def mutate_sharing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVCacheManager, "_share_blocks", lambda self, row, first, last: None)
+    patch.setattr(KVCacheManager, "_share_blocks", lambda self, row, first, content: None)
 
 
 def mutate_watermark(patch: pytest.MonkeyPatch) -> None:
