@@ -6,7 +6,7 @@ own calls and compare ``state``.
 
 import hashlib
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -243,6 +243,31 @@ def manager_state(manager: KVCacheManager) -> tuple[object, ...]:
         stats.indexed_blocks,
         stats.used_slots,
     )
+
+
+def snapshot(manager: KVCacheManager, ignore: Collection[str] = ("_seen", "_head")) -> object:
+    """Every array, dict, list and number inside a manager, at any depth: two are equal if nothing changed.
+
+    ``ignore`` names attributes that may differ all the same: scratch space, and the lazy head of the order.
+    """
+    numbers: dict[int, int] = {}
+
+    def freeze(value: Any) -> object:
+        if isinstance(value, np.ndarray):
+            return value.dtype.str, value.shape, value.tobytes()
+        if isinstance(value, dict):
+            return tuple((key, freeze(item)) for key, item in value.items())
+        if isinstance(value, (list, tuple)):
+            return tuple(map(freeze, value))
+        if not type(value).__module__.startswith("pagedkv") or isinstance(value, Namespace):
+            return value
+        if id(value) in numbers:
+            return "seen", numbers[id(value)]
+        numbers[id(value)] = len(numbers)
+        names = getattr(value, "__slots__", None) or sorted(vars(value))
+        return tuple((name, freeze(getattr(value, name))) for name in names if name not in ignore)
+
+    return freeze(manager)
 
 
 class ShadowStorage:

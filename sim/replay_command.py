@@ -11,6 +11,7 @@ from pagedkv.sim.console import human_bytes, progress, show_table
 from pagedkv.sim.engine import EngineConfig
 from pagedkv.sim.hits import Hits, replay_hits
 from pagedkv.sim.metrics import FORMULAS, bytes_of
+from pagedkv.sim.mooncake import AGENT_BLOCK_SIZE, MOONCAKE_BLOCK_SIZE, read_mooncake
 from pagedkv.sim.options import (
     add_json_option,
     add_model_options,
@@ -31,7 +32,7 @@ from pagedkv.sim.replay import ReplayResult, ReplaySetup, run_replay
 from pagedkv.sim.report import hits_document, milliseconds, replay_document, to_json
 from pagedkv.sim.step_time import Efficiency
 from pagedkv.sim.timeline import timeline_csv
-from pagedkv.sim.trace import AGENT_BLOCK_SIZE, MOONCAKE_BLOCK_SIZE, Trace, read_mooncake
+from pagedkv.sim.trace import Trace
 from pagedkv.sim.workload import chat_long
 
 BUILT_IN = "chat-long"

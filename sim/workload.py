@@ -40,7 +40,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.sim.trace import MOONCAKE_BLOCK_SIZE, Trace, TraceError
+from pagedkv.sim.mooncake import MOONCAKE_BLOCK_SIZE
+from pagedkv.sim.trace import Trace, TraceError
 
 # Each constant below was counted in the real trace, where a request follows the latest earlier one that holds
 # the deepest of its full blocks already seen. "Adjusted" says that it was then moved to fit the table above,

@@ -28,31 +28,9 @@ from pagedkv import (
 )
 from pagedkv.page_table import SeqId
 from pagedkv.stats import CacheBytes
-from pagedkv.testing import ShadowStorage, random_walk
+from pagedkv.testing import ShadowStorage, random_walk, snapshot
 
 SIZE = 4
-
-
-def snapshot(manager: KVCacheManager) -> object:
-    """Every array, dict, list and number inside, at any depth, but the scratch array and the lazy head."""
-    seen: dict[int, int] = {}
-
-    def freeze(value: Any) -> object:
-        if isinstance(value, np.ndarray):
-            return value.dtype.str, value.shape, value.tobytes()
-        if isinstance(value, dict):
-            return tuple((key, freeze(item)) for key, item in value.items())
-        if isinstance(value, (list, tuple)):
-            return tuple(map(freeze, value))
-        if not type(value).__module__.startswith("pagedkv") or isinstance(value, Namespace):
-            return value
-        if id(value) in seen:
-            return "seen", seen[id(value)]
-        seen[id(value)] = len(seen)
-        names = getattr(value, "__slots__", None) or sorted(vars(value))
-        return tuple((name, freeze(getattr(value, name))) for name in names if name not in ("_seen", "_head"))
-
-    return freeze(manager)
 
 
 class Engine:

@@ -23,32 +23,15 @@ from pagedkv.namespace import ExtraKeys
 from pagedkv.page_table import Int32Array, SeqId
 from pagedkv.prefix_index import PrefixIndex
 from pagedkv.tails import NO_TAILS
-from pagedkv.testing import ShadowStorage, manager_state, random_walk
+from pagedkv.testing import ShadowStorage, manager_state, random_walk, snapshot
 
 UNSEEN = ("_seen", "_head", "_next")
 """A scratch array, the lazy head of the order, and the number of the next extra key."""
 
 
-def snapshot(manager: KVCacheManager) -> object:
-    """Every array, dict, list and number inside, at any depth, but what is ``UNSEEN``."""
-    seen: dict[int, int] = {}
-
-    def freeze(value: Any) -> object:
-        if isinstance(value, np.ndarray):
-            return value.dtype.str, value.shape, value.tobytes()
-        if isinstance(value, dict):
-            return tuple((key, freeze(item)) for key, item in value.items())
-        if isinstance(value, (list, tuple)):
-            return tuple(map(freeze, value))
-        if not type(value).__module__.startswith("pagedkv") or isinstance(value, Namespace):
-            return value
-        if id(value) in seen:
-            return "seen", seen[id(value)]
-        seen[id(value)] = len(seen)
-        names = getattr(value, "__slots__", None) or sorted(vars(value))
-        return tuple((name, freeze(getattr(value, name))) for name in names if name not in UNSEEN)
-
-    return freeze(manager)
+def seen_state(manager: KVCacheManager) -> object:
+    """Everything inside a manager but what is ``UNSEEN``."""
+    return snapshot(manager, UNSEEN)
 
 
 def visible(manager: KVCacheManager) -> object:
@@ -126,7 +109,7 @@ def test_walks_of_any_size_agree_with_the_model(
 
 def test_the_same_seed_gives_the_same_manager() -> None:
     """Two walks with one seed end in equal state, down to the last array."""
-    first, second, other = (snapshot(random_walk(800, seed=seed)) for seed in (3, 3, 4))
+    first, second, other = (seen_state(random_walk(800, seed=seed)) for seed in (3, 3, 4))
     assert first == second != other
 
 
@@ -538,7 +521,7 @@ class Injector:
 
 
 def walk_with_failures(
-    injector: Injector, act: Operation, seed: int, look: Callable[[KVCacheManager], object] = snapshot
+    injector: Injector, act: Operation, seed: int, look: Callable[[KVCacheManager], object] = seen_state
 ) -> int:
     """A walk before each of whose operations ``act`` fails in every way; returns the failures injected."""
     rng = random.Random(seed)
@@ -562,7 +545,7 @@ def walk_with_failures(
 
 
 def walk_until_it_failed(
-    injector: Injector, act: Operation, look: Callable[[KVCacheManager], object] = snapshot
+    injector: Injector, act: Operation, look: Callable[[KVCacheManager], object] = seen_state
 ) -> None:
     """Walks with other seeds until more than ten failures were injected; most points need one or two."""
     injected = 0
@@ -605,10 +588,10 @@ def test_a_log_that_cannot_be_compacted_leaves_everything_as_it_was(
         order._tail += 1  # as if something had been cached and used again
     act = {"close": lambda m, rng: m.close("a"), "truncate": lambda m, rng: m.truncate("a", 0)}[operation]
     injector = Injector(monkeypatch, LRUOrder, "_compact")
-    before = snapshot(manager)
+    before = seen_state(manager)
     with pytest.raises(MemoryError, match="injected"):
         injector.run(act, manager, 0, fail_at=1)
-    assert snapshot(manager) == before
+    assert seen_state(manager) == before
     assert injector.run(act, manager, 0) == 1
     manager.check_invariants()
     assert manager.counts == (4, 4, 0)

@@ -15,7 +15,8 @@ from pagedkv.errors import NeverFits
 from pagedkv.manager import KVCacheManager, Opened
 from pagedkv.sim import hits as hits_module
 from pagedkv.sim.hits import replay_hits
-from pagedkv.sim.trace import Trace, read_mooncake
+from pagedkv.sim.mooncake import read_mooncake
+from pagedkv.sim.trace import Trace
 from pagedkv.sim.workload import chat_long
 
 needs_data = pytest.mark.skipif(

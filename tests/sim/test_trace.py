@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedkv.sim.trace import Trace, TraceError, read_mooncake
+from pagedkv.sim.mooncake import read_mooncake
+from pagedkv.sim.trace import Trace, TraceError
 
 ROW: dict[str, Any] = {"timestamp": 0, "input_length": 1100, "output_length": 7, "hash_ids": [46, 47, 48]}
 

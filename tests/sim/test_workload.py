@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagedkv.sim.trace import Trace, TraceError, read_mooncake
+from pagedkv.sim.mooncake import read_mooncake
+from pagedkv.sim.trace import Trace, TraceError
 from pagedkv.sim.workload import chat_long
 
 UNLIMITED = 10**9
