@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from pagedkv.errors import NeverFits, PagedKVError
 from pagedkv.manager import KVCacheManager, Opened
-from pagedkv.sim.engine import Engine, EngineConfig, span_s, steps_until
+from pagedkv.sim.engine import Engine, EngineConfig
 from pagedkv.sim.gpus import load_gpu
 from pagedkv.sim.models import load_model
 from pagedkv.sim.records import Records
 from pagedkv.sim.replay import ReplaySetup, run_replay
 from pagedkv.sim.report import replay_document, to_json
+from pagedkv.sim.step_cost import span_s, steps_until
 from pagedkv.sim.step_time import AttentionGroup, StepTimeModel
 from pagedkv.sim.trace import Trace
 from pagedkv.sim.workload import chat_long
