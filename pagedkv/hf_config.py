@@ -26,6 +26,7 @@ _CACHE_FIELDS: Final = (
     "attention_chunk_size",
     "block_overrides",
     "cache_implementation",
+    "cla_share_factor",
     "cross_attention_layers",
     "index_topk",
     "is_encoder_decoder",
@@ -33,6 +34,7 @@ _CACHE_FIELDS: Final = (
     "num_kv_shared_layers",
     "sliding_window",
     "sliding_window_pattern",
+    "use_cla",
     "use_sliding_window",
 )
 _DTYPES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

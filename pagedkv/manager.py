@@ -41,9 +41,10 @@ class KVCacheManager:
     A *committed* token is final and its K and V are written (or will be, before any later work on the
     same stream). Only full committed blocks are ever shared, so draft tokens never leak.
 
-    Every method either happens whole or changes nothing: all that can be refused, and every allocation
-    that grows with the request, comes before the first change. ``None`` or ``False`` means "not now":
-    try again when sequences have closed. A mistake raises a ``ValueError`` subclass: ``SequenceError``
+    What is refused changes nothing: everything that can refuse, and taking blocks, comes before the first
+    change, and ``open`` and ``fork`` are undone even if they fail in the middle. (Running out of memory
+    in the middle of another call is not undone.) ``None`` or ``False`` means "not now": try again when
+    sequences have closed. A mistake raises a ``ValueError`` subclass: ``SequenceError``
     for a wrong sequence or position, ``NeverFits`` for what this pool can never hold. (A sequence id
     must be hashable; Python's ``TypeError`` says so, and nothing has changed.)
     Not thread-safe: one scheduler owns it.

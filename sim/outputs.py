@@ -21,21 +21,35 @@ STANDARD_OUTPUT: Final = ("-", "/dev/stdout", "/dev/fd/1")
 Writer = Callable[[Path], None]
 
 
-def check_outputs(**paths: str | None) -> bool:
+def check_outputs(*reads: str | None, **paths: str | None) -> bool:
     """Tell whether an output goes to standard output, which then holds nothing else.
 
     Refuses what could not be written, before the work and not after it: a missing folder, a folder's name,
-    no permission, and two outputs in one place. The keywords are the names of the options.
+    no permission, two outputs in one place, and a file that the command ``reads``. The keywords are the
+    names of the options.
     """
     taken: dict[str, str] = {}
     for name, path in paths.items():
         if path is None:
             continue
         place = "standard output" if path in STANDARD_OUTPUT else _checked_target(path)
+        if any(_is_same_file(path, read) for read in reads if read is not None):
+            raise PagedKVError(f"{names_of([name])} would overwrite {path}, which is read")
         if place in taken:
             raise PagedKVError(f"{names_of([taken[place]])} and {names_of([name])} would both write {place}")
         taken[place] = name
     return "standard output" in taken
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    """Tell whether both name one regular file, through links too."""
+    with _named(path):
+        return (
+            not _is_stream(path)
+            and os.path.isfile(other)
+            and os.path.isfile(path)
+            and os.path.samefile(path, other)
+        )
 
 
 def write_outputs(*outputs: tuple[str, Writer]) -> None:

@@ -107,7 +107,7 @@ def _exclude(args: argparse.Namespace, stated: str, *others: str) -> None:
 
 def run_itl(args: argparse.Namespace) -> int:
     """Print ITL against context."""
-    quiet = check_outputs(json=args.json)
+    quiet = check_outputs(args.model, json=args.json)
     model = read_model(args)
     step, rates = _step_time(args, model)
     rows = []
@@ -157,7 +157,7 @@ def _show_itl(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def run_size(args: argparse.Namespace) -> int:
     """Print what fits."""
-    quiet = check_outputs(json=args.json)
+    quiet = check_outputs(args.model, json=args.json)
     model, gpu = read_model(args), read_gpu(args)
     blocks = read_num_blocks(args, model, gpu)
     spec = model.spec

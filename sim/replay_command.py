@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     if args.hits_only:
         return _run_hits(args)
-    quiet = check_outputs(json=args.json, timeline=args.timeline, plot=args.plot)
+    quiet = check_outputs(args.trace, args.model, json=args.json, timeline=args.timeline, plot=args.plot)
     if args.plot is not None:
         require_plottable(args.plot)
     setup = _setup(args)
@@ -255,7 +255,7 @@ def _run_hits(args: argparse.Namespace) -> int:
             "--hits-only counts hits in file order, without model, time or batches: "
             f"leave out {names_of(surplus)}"
         )
-    quiet = check_outputs(json=args.json)
+    quiet = check_outputs(args.trace, json=args.json)
     trace = _read_trace(args)
     with progress("replaying", len(trace)) as update:
         hits = replay_hits(trace, args.num_blocks or 0, option(args, "block_size"), update)

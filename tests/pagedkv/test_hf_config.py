@@ -243,6 +243,8 @@ def test_a_missing_or_impossible_field_is_named_with_its_value(config: Config, m
         (base("llama", layer_types=[FULL, SLIDING, FULL, FULL]), "layer_types"),
         ({**GEMMA2, "cache_implementation": "quantized"}, "cache_implementation"),
         (base("gemma3_text", sliding_window=128, num_kv_shared_layers=2), "num_kv_shared_layers"),
+        (base("llama", use_cla=True), "use_cla"),
+        (base("llama", cla_share_factor=2), "cla_share_factor"),
         ({**GPT2, "add_cross_attention": True}, "add_cross_attention"),
         (base("llama", cross_attention_layers=[1]), "cross_attention_layers"),
         (base("llama", is_encoder_decoder=True), "is_encoder_decoder"),

@@ -1200,3 +1200,21 @@ def test_the_workload_named_by_default_is_the_built_in_one(capsys: Capture) -> N
     assert json.loads(printed(capsys, "replay", *options))["tokens"]["input"] == int(
         chat_long(10).input_len.sum()
     )
+
+
+@pytest.mark.parametrize("link", [None, os.symlink, os.link], ids=["itself", "a link", "a hard link"])
+@pytest.mark.parametrize("option", ["--json", "--timeline", "--json --hits-only"])
+def test_the_trace_that_is_read_is_never_overwritten(
+    option: str, link: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An output that names the input, however, is refused before the work, and the trace stays."""
+    trace, name = tmp_path / "trace.jsonl", tmp_path / "trace.jsonl"
+    text = '{"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}\n'
+    trace.write_text(text)
+    if link is not None:
+        name = tmp_path / "other.jsonl"
+        link(trace, name)
+    flag, *more = option.split()
+    assert main(["replay", str(trace), flag, str(name), *more]) == 2
+    assert f"{flag} would overwrite {name}, which is read" in capsys.readouterr().err
+    assert trace.read_text() == text
