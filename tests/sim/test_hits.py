@@ -267,14 +267,12 @@ class TestRealTraces:
         assert_counts(trace, "lmcache_miniswe", 16)
 
     def test_the_composed_agent_sessions_agree(self) -> None:
-        """64 sessions, 30 s apart, 2.6 million blocks of 64; one bounded pool, for time."""
+        """64 sessions, 30 s apart, 2.6 million blocks of 64, at every capacity listed."""
         path = data("kv_cache_tester", "agentic_sessions_share.jsonl.gz")
         if not path.is_file() or not path.stat().st_size:
             pytest.skip(f"{path.name} is missing or empty: no agent sessions to compose")
         trace = composed_sessions(path)
-        counts = expected("kv_cache_tester_share64")
-        assert int((trace.input_len // 64).sum()) == counts["blocks"]
-        assert found(trace, 20_000, 64) == tuple(counts["20000"])
+        assert_counts(trace, "kv_cache_tester_share64", 64)
 
 
 SESSION_GAP_MS = 30_000
