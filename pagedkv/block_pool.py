@@ -1,6 +1,6 @@
-"""The block pool: ids, ref counts, states and generations, and nothing else."""
+"""The block pool: ids, ref counts and states, and nothing else."""
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,6 @@ class BlockPool:
         self.ref_count: Int32Array = np.zeros(num_blocks + 1, np.int32)
         self.state: npt.NDArray[np.uint8] = np.zeros(num_blocks + 1, np.uint8)
         self.state[NULL_BLOCK] = _RESERVED
-        self.generation: npt.NDArray[np.uint32] = np.zeros(num_blocks + 1, np.uint32)
         self._free: Int32Array = np.arange(num_blocks, 0, -1, dtype=np.int32)
         self._num_free = num_blocks
         self._num_cached = 0
@@ -97,7 +96,7 @@ class BlockPool:
         """Take a reference on each of ``shared`` and hand out ``num_new`` blocks, in one step.
 
         New blocks come from the free ones first; ``victims`` (cached blocks) must make up exactly
-        the shortfall. A new block starts with ref_count 1 and the next generation.
+        the shortfall. A new block starts with ref_count 1.
 
         Returns the new ids, int32 [num_new]. Raises ``BlockError`` with nothing changed.
         Cost: O(num_new + len(shared)).
@@ -110,24 +109,22 @@ class BlockPool:
             raise BlockError(
                 f"{num_new} blocks with {self._num_free} free need {shortfall} victims, got {len(victims)}"
             )
-        self._require(victims, CACHED, CACHED, "evict")
-        self._require(shared, CACHED, ACTIVE, "share")
-        if shortfall and len(shared):
-            self._require(np.concatenate([shared, victims]), CACHED, ACTIVE, "share and evict")
+        revived = 0
+        if len(shared):
+            revived = self._require(shared, CACHED, ACTIVE, "share")
+        if shortfall:
+            self._require(victims, CACHED, CACHED, "evict")
+            if len(shared):
+                self._require(np.concatenate([shared, victims]), CACHED, ACTIVE, "share and evict")
         new = self._free[self._num_free - num_new + shortfall : self._num_free][::-1]
         new = np.concatenate([new, victims]) if shortfall else new.copy()
-        generation = self.generation[new] + np.uint32(1)
-        references, revived = NO_BLOCKS, 0
         if len(shared):
-            references = self.ref_count[shared] + np.int32(1)
-            revived = int(np.count_nonzero(self.state[shared] == CACHED))
+            self.ref_count[shared] += np.int32(1)
+            self.state[shared] = ACTIVE
         self._num_free -= num_new - shortfall
         self._num_cached -= shortfall + revived
-        self.ref_count[shared] = references
-        self.state[shared] = ACTIVE
         self.ref_count[new] = 1
         self.state[new] = ACTIVE
-        self.generation[new] = generation
         return new
 
     def release(self, ids: Int32Array, retain: npt.NDArray[np.bool_]) -> Int32Array:
@@ -141,13 +138,16 @@ class BlockPool:
             raise BlockError(f"{len(ids)} ids need as many retain flags, as an array of bool")
         self._require(ids, ACTIVE, ACTIVE, "release")
         left = self.ref_count[ids] - np.int32(1)
-        idle = left == 0
-        cached: Int32Array = ids[idle & retain]
-        freed: Int32Array = ids[idle & ~retain]
+        cached, freed = ids, NO_BLOCKS
+        # a finished sequence of its own content is the common case: every block idle and kept
+        if np.count_nonzero(left) or np.count_nonzero(retain) < len(ids):
+            idle = left == 0
+            cached, freed = ids[idle & retain], ids[idle & ~retain]
         self.ref_count[ids] = left
         self.state[cached] = CACHED
         self._num_cached += len(cached)
-        self._push_free(freed)
+        if len(freed):
+            self._push_free(freed)
         return cached
 
     def evict(self, ids: Int32Array) -> None:
@@ -162,29 +162,40 @@ class BlockPool:
         self._free[self._num_free : self._num_free + len(ids)] = ids
         self._num_free += len(ids)
 
-    def _require(self, ids: Int32Array, least: int, most: int, verb: str) -> None:
-        """Refuse ids that are out of range, repeated, or not in a state from ``least`` to ``most``."""
-        if not len(ids):
-            return
-        # As unsigned, a negative id is a huge one; the null block has a state of its own.
-        if int(ids.view(np.uint32).max()) > self.num_blocks:
-            bad = ids[(ids < 0) | (ids > self.num_blocks)][0]
-            raise BlockError(f"cannot {verb} block {bad}: ids are 1..{self.num_blocks}")
+    def _require(self, ids: Int32Array, least: int, most: int, verb: str) -> int:
+        """Refuse ids that are out of range, repeated, or not in a state from ``least`` to ``most``.
+
+        Returns how many are in the state ``least``. Counting what is right, in whole arrays, is the
+        cheapest test that numpy has for a few ids; only a failure is looked at more closely.
+        """
+        count = len(ids)
+        try:
+            order = self._order[:count]
+            self._seen[ids] = order
+            state = self.state[ids]
+            in_least = int(np.count_nonzero(state == least))
+            in_states = in_least if least == most else in_least + np.count_nonzero(state == most)
+            if in_states == count == np.count_nonzero(self._seen[ids] == order) == np.count_nonzero(ids > 0):
+                return in_least
+        except (IndexError, ValueError):  # an id too large, or more ids than blocks
+            pass
+        self._refuse(ids, least, most, verb)
+
+    def _refuse(self, ids: Int32Array, least: int, most: int, verb: str) -> NoReturn:
+        outside = (ids < 1) | (ids > self.num_blocks)
+        if outside.any():
+            raise BlockError(f"cannot {verb} block {ids[outside][0]}: ids are 1..{self.num_blocks}")
         if len(ids) > self.num_blocks:
             raise BlockError(f"cannot {verb} {len(ids)} blocks, there are only {self.num_blocks}")
-        order = self._order[: len(ids)]
-        self._seen[ids] = order
-        repeated = self._seen[ids] != order
-        if repeated.any():
-            raise BlockError(f"cannot {verb} block {ids[repeated][0]} twice in one call")
+        first = np.unique(ids, return_index=True)[1]
+        if len(first) < len(ids):
+            repeated = np.delete(ids, first)[0]
+            raise BlockError(f"cannot {verb} block {repeated} twice in one call")
         state = self.state[ids]
         wrong = (state < least) | (state > most)
-        if wrong.any():
-            bad, found = ids[wrong][0], state[wrong][0]
-            if bad == NULL_BLOCK:
-                raise BlockError(f"cannot {verb} block {bad}: ids are 1..{self.num_blocks}")
-            wanted = " or ".join(_STATE_NAMES[least : most + 1])
-            raise BlockError(f"cannot {verb} block {bad}: it is {_STATE_NAMES[found]}, must be {wanted}")
+        bad, found = ids[wrong][0], state[wrong][0]
+        wanted = " or ".join(_STATE_NAMES[least : most + 1])
+        raise BlockError(f"cannot {verb} block {bad}: it is {_STATE_NAMES[found]}, must be {wanted}")
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if the pool contradicts itself. Cost: O(num_blocks), vectorised."""

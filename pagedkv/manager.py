@@ -239,10 +239,9 @@ class KVCacheManager:
         self._cache.require_copied(blocks)
         if self.prefix_caching:
             self._cache.index.tokens[blocks, start % self.block_size] = ids
-            for row in rows[(start + 1) % self.block_size == 0].tolist():
-                first = int(self._committed[row]) // self.block_size
-                block = self.tables.blocks[row, first]
-                self._share_blocks(row, first, self._cache.index.tokens[block].reshape(1, -1))
+            full = rows[(start + 1) % self.block_size == 0]
+            if len(full):
+                self._share_full(full)
         self._committed[rows] = start + 1
 
     def fork(self, seq_id: SeqId, child_id: SeqId) -> bool:
@@ -480,6 +479,18 @@ class KVCacheManager:
         held = self._cache.share(own, content, extra, parent)
         blocks[first:last] = held
         self._cache.release(own[held != own][::-1])
+
+    def _share_full(self, rows: Int64Array) -> None:
+        """Index the block of each row that its next committed token fills, or hold an equal one instead."""
+        if not self._extra and self._cache.events is None:
+            # most blocks continue a prompt that nobody else has: those need no search
+            at = self._committed[rows] // self.block_size
+            parents = np.where(at > 0, self.tables.blocks[rows, at - 1], ROOT)
+            rows = rows[~self._cache.index.grow(self.tables.blocks[rows, at], parents)]
+        for row in rows.tolist():
+            first = int(self._committed[row]) // self.block_size
+            block = self.tables.blocks[row, first]
+            self._share_blocks(row, first, self._cache.index.tokens[block].reshape(1, -1))
 
     def _set_extra(self, row: int, extra: SequenceExtra) -> None:
         """Let the row use the keys of ``extra`` in place of those that it used."""

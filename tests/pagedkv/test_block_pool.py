@@ -25,7 +25,6 @@ def snapshot(pool: BlockPool) -> tuple[object, ...]:
         pool.counts,
         pool.ref_count.tolist(),
         pool.state.tolist(),
-        pool.generation.tolist(),
         pool._free.tolist(),
     )
 
@@ -225,29 +224,13 @@ def test_the_block_freed_last_is_handed_out_first() -> None:
     assert pool.acquire(1).tolist() == [2]
 
 
-def test_a_generation_grows_by_one_each_time_a_block_is_handed_out_and_never_else() -> None:
-    """Sharing, releasing and evicting leave the generation alone."""
-    pool = BlockPool(1)
-    seen = []
-    for retain in (True, False, True):
-        pool.acquire(1, victims=ids(1) if pool.num_cached else ids())
-        seen.append(int(pool.generation[1]))
-        pool.acquire(0, shared=ids(1))
-        release(pool, ids(1))
-        release(pool, ids(1), retain=retain)
-        assert pool.generation[1] == seen[-1]
-    pool.evict(ids(1))
-    assert pool.generation[1] == seen[-1]
-    assert seen == [1, 2, 3]
-
-
 @pytest.mark.parametrize("num_blocks", [1, 2, 5, 17])
 def test_random_calls_agree_with_a_dict_of_ref_counts(num_blocks: int) -> None:
-    """States, ref counts and generations follow a plain model; the three counts always add up."""
+    """States and ref counts follow a plain model; the three counts always add up."""
     rng = random.Random(num_blocks)
     pool = BlockPool(num_blocks)
     refs: dict[int, int] = {}  # block -> references; 0 while cached, absent while free
-    made = dict.fromkeys(range(1, num_blocks + 1), 0)
+    every = range(1, num_blocks + 1)
     for _ in range(600):
         active = [b for b, n in refs.items() if n]
         cached = [b for b, n in refs.items() if not n]
@@ -263,7 +246,6 @@ def test_random_calls_agree_with_a_dict_of_ref_counts(num_blocks: int) -> None:
                 refs[block] += 1
             for block in new:
                 refs[block] = 1
-                made[block] += 1
         elif choice == "release":
             gone = rng.sample(active, rng.randint(0, len(active)))
             retain = np.array([rng.random() < 0.5 for _ in gone], np.bool_)
@@ -280,10 +262,9 @@ def test_random_calls_agree_with_a_dict_of_ref_counts(num_blocks: int) -> None:
                 del refs[block]
         assert pool.num_free + pool.num_cached + pool.num_active == sum(pool.counts) == num_blocks
         assert pool.num_available == num_blocks - sum(n > 0 for n in refs.values())
-        states = [ACTIVE if refs.get(b) else CACHED if b in refs else FREE for b in made]
+        states = [ACTIVE if refs.get(b) else CACHED if b in refs else FREE for b in every]
         assert pool.state[1:].tolist() == states
-        assert pool.ref_count[1:].tolist() == [refs.get(b, 0) for b in made]
-        assert pool.generation[1:].tolist() == list(made.values())
+        assert pool.ref_count[1:].tolist() == [refs.get(b, 0) for b in every]
         pool.check_invariants()
 
 

@@ -1430,7 +1430,6 @@ def test_the_snapshot_notices_a_change_anywhere() -> None:
         lambda m: m.open("new", []),
         lambda m: m._cache.index.tokens.__setitem__((3, 0), 1_000),
         lambda m: m._cache.extra_keys.take(("key",)),
-        lambda m: m._cache.pool.generation.__setitem__(1, 99),
         lambda m: m._cache.order.discard(np.array([1, 2, 3, 4], np.int32)),
     ]
     for change in changes:

@@ -46,7 +46,7 @@ def visible(manager: KVCacheManager) -> object:
     return (
         manager_state(manager),
         (manager.tables.blocks.tolist(), manager.tables.seq_ids, extra, partial),
-        (pool.ref_count.tolist(), pool.state.tolist(), pool.generation.tolist()),
+        (pool.ref_count.tolist(), pool.state.tolist()),
         pool._free[: pool.num_free].tolist(),
         manager._cache.order.ids().tolist(),
         sorted((before, ids.tolist()) for before, ids in index.chains()),
