@@ -1,40 +1,10 @@
-"""The one operation, and the registry of what can run it."""
-
-from collections.abc import Callable
+"""Attention of the newest tokens of each sequence over its paged context: what a user calls."""
 
 from torch import Tensor
 
-from pagedkv.attention.arguments import AttentionArguments
+from pagedkv.attention.arguments import checked_window
+from pagedkv.attention.op import paged_attention_op
 from pagedkv.errors import PagedKVError
-
-Backend = Callable[[AttentionArguments], None]
-
-
-def _reference() -> Backend:
-    from pagedkv.attention.reference import attend
-
-    return attend
-
-
-def _torch() -> Backend:
-    from pagedkv.attention.torch_backend import attend
-
-    return attend
-
-
-# Factories, so that a backend is imported when it is asked for.
-_FACTORIES: dict[str, Callable[[], Backend]] = {"reference": _reference, "torch": _torch}
-
-_AUTO = "torch"
-
-
-def backends() -> tuple[str, ...]:
-    """Names that ``paged_attention(backend=...)`` accepts besides "auto".
-
-    >>> backends()
-    ('reference', 'torch')
-    """
-    return tuple(_FACTORIES)
 
 
 def paged_attention(
@@ -52,9 +22,11 @@ def paged_attention(
     softcap: float | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    block_mass: Tensor | None = None,
+    plan: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention of one new token per sequence over its cached context, read through block tables.
+    """Attention of the newest tokens of each sequence over its cached context, read through block tables.
 
     ::
 
@@ -62,42 +34,55 @@ def paged_attention(
         positions   0 1 2 3 | 4 5 . . | ? ...                    '.' and '?' may hold anything, NaN included
         block             7 |       2 |
 
+        q_len = 3 (verification of speculated tokens): query token i stands at seq_len - 3 + i
+        query 0     x x x x |                                    and sees up to itself
+        query 1     x x x x | x
+        query 2     x x x x | x x
+
     Per query head h, with KV head ``h // (num_q_heads // num_kv_heads)`` and the positions j it sees::
 
         s[j] = scale * (q . k[j])                    then, if softcap:  s[j] = softcap * tanh(s[j] / softcap)
         lse  = log(sum_j exp(s[j]) + exp(sink))      exp(sink) only with sinks
         out  = sum_j exp(s[j] - lse) * v[j]
 
-    in this order: the scale, the softcap, the mask, the softmax. There is no causal mask: the token of this
-    step is the last of its sequence and sees all of it. An empty sequence gives ``out = 0`` and
-    ``lse = -inf`` (``sink`` with sinks).
+    in this order: the scale, the softcap, the mask, the softmax. With one query token there is no causal
+    mask: it is the last of its sequence and sees all of it. A query that sees nothing (an empty sequence)
+    gives ``out = 0`` and ``lse = -inf`` (``sink`` with sinks).
 
     Args:
-        q: [num_seqs, num_q_heads, head_dim], fp64, fp32, bf16 or fp16.
+        q: [num_seqs, num_q_heads, head_dim], or [num_seqs, q_len, num_q_heads, head_dim] with 1 to 8 query
+            tokens per sequence; fp64, fp32, bf16 or fp16.
         k: [num_blocks, num_kv_heads, block_size, head_dim], a float dtype or int8; any strides, so that NHD
             storage is passed as a permuted view.
         v: [num_blocks, num_kv_heads, block_size, v_head_dim] in the dtype of ``k``; a view of it for MLA.
         block_tables: [num_seqs, max_blocks] int32, ids of rows of ``k``; entries beyond the sequence, and
             those wholly before its window, are ignored.
-        seq_lens: [num_seqs] int32, KV entries of each sequence including the token of this step, 0 and more.
+        seq_lens: [num_seqs] int32, KV entries of each sequence including the tokens of this step, 0 and more.
         scale: factor of the logits, ``1 / sqrt(head_dim)`` by default.
         k_scale, v_scale: [num_blocks, num_kv_heads, block_size] fp32, for int8 and only then.
-        window: see only the last ``window`` positions, the token of this step among them; for a layer of a
+        window: see only the last ``window`` positions, that of the query token among them; for a layer of a
             storage this is ``kv.window``. None: see all.
         sinks: [num_q_heads], a learned logit per head that takes weight but has no value (as in gpt-oss);
             neither ``scale`` nor ``softcap`` applies to it.
         softcap: bound of the logits (as in Gemma 2).
-        out: [num_seqs, num_q_heads, v_head_dim] in the dtype of ``q``, filled and returned if given.
-        lse: [num_seqs, num_q_heads] fp32, filled in place with the natural logarithm if given.
-        backend: a name from ``backends()``, or "auto".
+        out: like ``q`` but v_head_dim wide, in the dtype of ``q``; filled and returned if given.
+        lse: like ``q`` without head_dim, fp32, filled in place with the natural logarithm if given.
+        block_mass: like ``lse`` with max_blocks as a last dimension, fp32, filled in place if given with the
+            share of the attention that each block of the table row takes, ``sum_j exp(s[j] - lse)`` over its
+            positions: what an eviction of blocks by attention needs. Sums to 1 over a row without sinks.
+        plan: the division of work of ``plan_splits``, made once per step for all layers of one window. Only
+            the triton backend splits by it, and makes its own per call without one.
+        backend: a name from ``backends()``, or "auto" for the fastest that serves the call.
 
     Returns:
-        [num_seqs, num_q_heads, v_head_dim] in the dtype of ``q``. No gradient flows through it.
+        The output, ``out`` if given. No gradient flows through it.
 
     Raises:
-        PagedKVError: a shape, dtype, device, option or length that does not fit, or an unknown backend.
+        PagedKVError: a shape, dtype, device, option or length that does not fit, an unknown backend, one
+            that is not available here, or one that does not do what the call asks for.
         BlockError: an entry of ``block_tables`` that would be read is no row of ``k``.
-        On an accelerator the contents of ``block_tables`` and ``seq_lens`` are not checked.
+        On an accelerator the contents of ``block_tables`` and ``seq_lens`` are checked only with
+        PAGEDKV_DEBUG=1 in the environment, since looking makes the host wait.
 
     Cost: reads ``min(seq_len, window)`` keys and values per sequence and KV head, rounded up to blocks.
 
@@ -108,23 +93,90 @@ def paged_attention(
     >>> table, lens = torch.tensor([[0, 1, 2]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     >>> [round(x, 4) for x in paged_attention(q, k, v, table, lens).flatten().tolist()]
     [1.5093, 1.5093]
+    >>> mass = torch.empty(1, 1, 3)
+    >>> _ = paged_attention(q, k, v, table, lens, block_mass=mass)
+    >>> [round(x, 4) for x in mass.flatten().tolist()]
+    [0.1636, 0.1636, 0.6728]
     """
-    attend = _backend(backend)
     if out is None:
-        out = q.new_empty(*q.shape[:2], *v.shape[3:])
+        out = q.new_empty(*q.shape[:-1], *v.shape[3:])
     if scale is None:
         # a missing or empty head_dim is refused below, with the shapes in the message
         scale = max(1, q.shape[-1:].numel()) ** -0.5
-    attend(
-        AttentionArguments(
-            q, k, v, block_tables, seq_lens, k_scale, v_scale, scale, window, softcap, sinks, out, lse
-        )
-    )
+    if window is not None:
+        window = checked_window(window)
+    paged_attention_op(
+        q, k, v, block_tables, seq_lens, scale, k_scale, v_scale, window, sinks, softcap, out, lse,
+        block_mass, plan, backend,
+    )  # fmt: skip
     return out
 
 
-def _backend(name: str) -> Backend:
-    name = _AUTO if name == "auto" else name
-    if name not in _FACTORIES:
-        raise PagedKVError(f"no attention backend {name!r}, there are: auto, {', '.join(backends())}")
-    return _FACTORIES[name]()
+def paged_mla_attention(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    *,
+    latent_rank: int,
+    scale: float,
+    kv_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    block_mass: Tensor | None = None,
+    plan: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention over a latent cache (MLA, as in DeepSeek-V2 and later), in the absorbed form.
+
+    ::
+
+        one cached token    | latent: latent_rank (512) | rope (64) |      one KV head for all query heads
+        as a key              all of it
+        as a value            the latent alone
+
+    The caller has absorbed the up-projections: ``q = [q_nope @ W_UK, q_rope]``, and multiplies the output by
+    ``W_UV``. A backend with a kernel for it reads every token once.
+
+    Args:
+        q: [num_seqs, num_q_heads, head_dim] or [num_seqs, q_len, num_q_heads, head_dim], where head_dim is
+            latent_rank plus the rope dimensions.
+        kv: [num_blocks, 1, block_size, head_dim].
+        latent_rank: width of the latent, 1..head_dim.
+        scale: factor of the logits; there is no default, because it belongs to the head_dim before the
+            absorption (DeepSeek-V3: ``1 / sqrt(128 + 64)``), which cannot be seen here.
+        kv_scale: [num_blocks, 1, block_size] fp32 for int8.
+        The others are those of ``paged_attention``.
+
+    Returns:
+        The output, latent_rank wide instead of head_dim.
+
+    Raises:
+        As ``paged_attention``; also ``PagedKVError`` for a latent_rank outside 1..head_dim.
+
+    >>> import torch
+    >>> kv = torch.tensor([[1.0, 2.0, 0.5], [3.0, 4.0, 0.5]]).view(1, 1, 2, 3)    # latent 2 + rope 1
+    >>> table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    >>> paged_mla_attention(torch.zeros(1, 1, 3), kv, table, lens, latent_rank=2, scale=1.0).tolist()
+    [[[2.0, 3.0]]]
+    """
+    if kv.dim() != 4 or not 1 <= latent_rank <= kv.shape[3]:
+        raise PagedKVError(
+            f"kv must be [num_blocks, 1, block_size, head_dim] with 1 <= latent_rank <= head_dim, "
+            f"got {tuple(kv.shape)} and latent_rank {latent_rank}"
+        )
+    return paged_attention(
+        q,
+        kv,
+        kv[..., :latent_rank],
+        block_tables,
+        seq_lens,
+        scale=scale,
+        k_scale=kv_scale,
+        v_scale=kv_scale,
+        out=out,
+        lse=lse,
+        block_mass=block_mass,
+        plan=plan,
+        backend=backend,
+    )

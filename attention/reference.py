@@ -6,23 +6,36 @@ from torch import Tensor
 from pagedkv.attention.arguments import AttentionArguments
 
 
+def unavailable() -> None:
+    """It runs everywhere."""
+
+
+def unsupported(args: AttentionArguments) -> None:
+    """It serves every call."""
+
+
 @torch.no_grad()
 def attend(args: AttentionArguments) -> None:
-    """Fill ``args.out`` and ``args.lse`` in fp64, cast once at the end.
+    """Fill the outputs in fp64, cast once at the end.
 
     Cost: one Python iteration and a few copies of the whole context per sequence. Any device with fp64.
     """
+    args.check_contents()
     for row, (seq_len, first) in enumerate(args.spans()):
         positions = torch.arange(first, seq_len, device=args.q.device)
-        out, lse = _attend_one(
-            args,
-            args.q[row].double(),
-            _read(args, row, positions, args.k, args.k_scale),
-            _read(args, row, positions, args.v, args.v_scale),
-        )
-        args.out[row] = out.to(args.out.dtype)
+        logits = _logits(args, args.q[row].double(), _read(args, row, positions, args.k, args.k_scale))
+        logits.masked_fill_(~_seen(args, seq_len, positions).unsqueeze(1), -torch.inf)
+        lse = _log_sum_exp(args, logits)
+        # a query that sees nothing has an LSE of -inf, and -inf - -inf would be NaN
+        weights = torch.exp(logits - lse.where(lse > -torch.inf, 0).unsqueeze(2))
+        values = _read(args, row, positions, args.v, args.v_scale)
+        args.out[row] = torch.einsum("qhn,nhd->qhd", weights, values).to(args.out.dtype)
         if args.lse is not None:
             args.lse[row] = lse.to(args.lse.dtype)
+        if args.block_mass is not None:
+            columns = (positions // args.block_size).expand_as(weights)
+            mass = weights.new_zeros(args.block_mass.shape[1:]).scatter_add_(2, columns, weights)
+            args.block_mass[row] = mass.to(args.block_mass.dtype)
 
 
 def _read(
@@ -37,14 +50,24 @@ def _read(
     return tokens.repeat_interleave(args.group_size, dim=1)
 
 
-def _attend_one(args: AttentionArguments, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [num_q_heads, v_head_dim] and LSE [num_q_heads] of one query over n tokens."""
-    logits = args.scale * torch.einsum("hd,nhd->hn", q, k)
+def _logits(args: AttentionArguments, q: Tensor, k: Tensor) -> Tensor:
+    """[q_len, num_q_heads, n], scaled and capped."""
+    logits = args.scale * torch.einsum("qhd,nhd->qhn", q, k)
     if args.softcap is not None:
         logits = args.softcap * torch.tanh(logits / args.softcap)
-    competing = logits
+    return logits
+
+
+def _seen(args: AttentionArguments, seq_len: int, positions: Tensor) -> Tensor:
+    """[q_len, n]: query token i, which stands at ``seq_len - q_len + i``, sees the position."""
+    standing = torch.arange(seq_len - args.q_len, seq_len, device=positions.device).unsqueeze(1)
+    seen = positions <= standing
+    return seen if args.window is None else seen & (positions > standing - args.window)
+
+
+def _log_sum_exp(args: AttentionArguments, logits: Tensor) -> Tensor:
+    """[q_len, num_q_heads], the sinks among the terms."""
     if args.sinks is not None:
-        competing = torch.cat([logits, args.sinks.double().unsqueeze(1)], dim=1)
-    lse = torch.logsumexp(competing, dim=1)
-    weights = torch.exp(logits - lse.unsqueeze(1))
-    return torch.einsum("hn,nhd->hd", weights, v), lse
+        sinks = args.sinks.double().view(1, -1, 1).expand(len(logits), -1, 1)
+        logits = torch.cat([logits, sinks], dim=2)
+    return torch.logsumexp(logits, dim=2)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from pagedkv.arithmetic import div_ceil
 from pagedkv.errors import BlockError, PagedKVError
+from pagedkv.kv_write import write_kv
 from pagedkv.layer_spec import whole_number
 from pagedkv.page_table import NULL_BLOCK, PAD_SLOT
-from pagedkv.quantization import NonFiniteError, dequantize, quantize
+from pagedkv.quantization import NonFiniteError, dequantize
 from pagedkv.spec import KVCacheSpec, LayerSpec
 
 Layout = Literal["HND", "NHD"]
@@ -64,8 +65,12 @@ class KVStorage:
         k        [layers, num_blocks + 1, num_kv_heads, block_size, head_dim]      HND (default)
                  [layers, num_blocks + 1, block_size, num_kv_heads, head_dim]      NHD
         v        the same with v_head_dim    (MLA: none, values are k[..., :latent_rank])
+                 [layers, num_blocks + 1, num_kv_heads, v_head_dim, block_size]    token-minor: int8 on CUDA
         k_scale  [layers, num_blocks + 1, num_kv_heads, block_size] fp32           int8 only
         v_scale  the same
+
+    Token-minor values let both products of attention run on int8 tensor cores, which want consecutive tokens
+    of one dimension side by side. Whatever the layout, views have the same dimensions and other strides.
 
     Layers of one shape share an allocation, so that moving a block moves all its layers in one strided copy,
     and its scales with it. Memory starts zeroed.
@@ -89,6 +94,7 @@ class KVStorage:
         *,
         device: str | torch.device = "cpu",
         layout: Layout = "HND",
+        token_minor_values: bool | None = None,
     ) -> None:
         """Allocate ``spec.bytes_per_block * (num_blocks + 1)`` bytes.
 
@@ -97,6 +103,8 @@ class KVStorage:
             num_blocks: usable blocks; one more row is allocated for ``NULL_BLOCK``.
             device: where the tensors live.
             layout: order of a block in memory, "HND" (head, slot, dim) or "NHD" (slot, head, dim).
+            token_minor_values: store values as (head, dim, slot), whatever the layout; by default for int8 on
+                CUDA. Not for MLA, whose values are part of the keys.
 
         Raises:
             PagedKVError: no whole number of blocks, fewer than one, or an unknown layout.
@@ -109,6 +117,9 @@ class KVStorage:
         self.layout = layout
         self.dtype = STORAGE_DTYPES[spec.dtype]
         self.device = torch.device(device)
+        if token_minor_values is None:
+            token_minor_values = self.dtype == torch.int8 and self.device.type == "cuda"
+        self._token_minor_values = token_minor_values
         self._buffers: list[Tensor] = []
         self._layers: dict[int, LayerKV] = {}
         for shape, layers in spec.groups.items():
@@ -159,24 +170,24 @@ class KVStorage:
 
         Cost: O(n) vectors, plus sorting n slots.
         """
-        target = self.layer(layer)
-        shape = self.spec.layers[layer]
+        target, shape = self.layer(layer), self.spec.layers[layer]
         self._check_slot_mapping(slot_mapping)
         self._check_vectors("k", k, (len(slot_mapping), shape.num_kv_heads, shape.head_dim))
         if (v is None) != shape.is_latent:
             raise PagedKVError(
                 f"layer {layer}: v must be None for MLA, and only there, got {type(v).__name__}"
             )
-        rows, slots = self._rows_to_write(slot_mapping)
-        new = [(target.k, target.k_scale, self._encode(layer, "k", k[rows]))]
+        new = [("k", target.k, target.k_scale, k)]
         if v is not None:
             self._check_vectors("v", v, (len(slot_mapping), shape.num_kv_heads, shape.value_dim))
-            new.append((target.v, target.v_scale, self._encode(layer, "v", v[rows])))
-        block_ids, offsets = slots // self.block_size, slots % self.block_size
-        for values, scale, (new_values, new_scale) in new:
-            values[block_ids, :, offsets] = new_values
-            if scale is not None and new_scale is not None:
-                scale[block_ids, :, offsets] = new_scale
+            new.append(("v", target.v, target.v_scale, v))
+        if self.device.type == "cpu":
+            self._check_slots(slot_mapping)
+            for name, _, scale, x in new:
+                if scale is not None:
+                    _require_finite(layer, name, x, slot_mapping)
+        for _, values, scale, x in new:
+            write_kv(values, scale, x, slot_mapping)
 
     @torch.no_grad()
     def copy_blocks(self, src: BlockIds, dst: BlockIds) -> None:
@@ -237,29 +248,30 @@ class KVStorage:
 
     def _allocate_group(self, shape: LayerSpec, layers: tuple[int, ...]) -> None:
         scaled = self.dtype == torch.int8
-        k, k_scale = self._allocate(shape, len(layers), shape.head_dim, scaled)
+        k, k_scale = self._allocate(shape, len(layers), shape.head_dim, scaled, self.layout)
         if shape.latent_rank is not None:
             v, v_scale = k[..., : shape.latent_rank], k_scale
         else:
-            v, v_scale = self._allocate(shape, len(layers), shape.value_dim, scaled)
+            v_layout = "HDN" if self._token_minor_values else self.layout
+            v, v_scale = self._allocate(shape, len(layers), shape.value_dim, scaled, v_layout)
         for row, layer in enumerate(layers):
             k_scale_row, v_scale_row = (None if x is None else x[row] for x in (k_scale, v_scale))
             self._layers[layer] = LayerKV(k[row], v[row], k_scale_row, v_scale_row, shape.window)
 
     def _allocate(
-        self, shape: LayerSpec, num_layers: int, dim: int, scaled: bool
+        self, shape: LayerSpec, num_layers: int, dim: int, scaled: bool, layout: str
     ) -> tuple[Tensor, Tensor | None]:
-        outer, inner = (num_layers, self.num_blocks + 1), (shape.num_kv_heads, self.block_size)
-        if self.layout == "HND":
-            values = torch.zeros(*outer, *inner, dim, dtype=self.dtype, device=self.device)
-        else:
-            values = torch.zeros(*outer, *inner[::-1], dim, dtype=self.dtype, device=self.device).transpose(
-                2, 3
-            )
+        outer, sizes = (
+            (num_layers, self.num_blocks + 1),
+            {"N": self.block_size, "H": shape.num_kv_heads, "D": dim},
+        )
+        inner = (sizes[axis] for axis in layout)
+        stored = torch.zeros(*outer, *inner, dtype=self.dtype, device=self.device)
+        values = stored.permute(0, 1, *(2 + layout.index(axis) for axis in "HND"))
         self._buffers.append(values)
         if not scaled:
             return values, None
-        scale = torch.zeros(*outer, *inner, dtype=torch.float32, device=self.device)
+        scale = torch.zeros(*outer, sizes["H"], sizes["N"], dtype=torch.float32, device=self.device)
         self._buffers.append(scale)
         return values, scale
 
@@ -280,12 +292,8 @@ class KVStorage:
         if x.device.type != self.device.type:
             raise PagedKVError(f"{name} is on {x.device}, the storage on {self.device}")
 
-    def _rows_to_write(self, slot_mapping: Tensor) -> tuple[Tensor | slice, Tensor]:
-        if self.device.type != "cpu":
-            # dropping rows needs their number, which only the device knows
-            return slice(None), slot_mapping.clamp_min(NULL_BLOCK * self.block_size)
-        rows = (slot_mapping > PAD_SLOT).nonzero().flatten()
-        slots = slot_mapping[rows]
+    def _check_slots(self, slot_mapping: Tensor) -> None:
+        slots = slot_mapping[slot_mapping > PAD_SLOT]
         first, end = self.block_size * (NULL_BLOCK + 1), self.block_size * (self.num_blocks + 1)
         outside = slots[(slots < first) | (slots >= end)]
         if len(outside):
@@ -293,15 +301,6 @@ class KVStorage:
                 f"{len(outside)} slots outside {first}..{end - 1}, the first is {int(outside[0])}"
             )
         _refuse_repeated("slot", slots)
-        return rows, slots
-
-    def _encode(self, layer: int, name: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.dtype != torch.int8:
-            return x.to(self.dtype), None
-        try:
-            return quantize(x, check=self.device.type == "cpu")
-        except NonFiniteError as error:
-            raise NonFiniteError(f"layer {layer}, {name}: {error}") from None
 
     def _checked_ids(self, name: str, ids: BlockIds) -> Tensor:
         array = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
@@ -318,6 +317,19 @@ def _tokens(values: Tensor, scale: Tensor | None, ids: Tensor, seq_len: int) -> 
     if scale is None:
         return tokens.contiguous()
     return dequantize(tokens, scale[ids].transpose(1, 2).flatten(0, 1)[:seq_len]).contiguous()
+
+
+def _require_finite(layer: int, name: str, x: Tensor, slot_mapping: Tensor) -> None:
+    """Refuse what int8 cannot express; padded rows may hold anything."""
+    finite = torch.isfinite(x.float())
+    if bool(finite.all()):
+        return
+    written = finite[slot_mapping > PAD_SLOT]
+    count = written.numel() - int(written.sum())
+    if count:
+        raise NonFiniteError(
+            f"layer {layer}, {name}: {count} of {written.numel()} values to quantize are NaN or infinite"
+        )
 
 
 def _check_tensor(name: str, x: object) -> None:

@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Raises ``PagedKVError`` without rich."""
-    from pagedkv.sim import plan_commands, replay_command, trace_command, validate_command
+    from pagedkv.sim import bench_command, plan_commands, replay_command, trace_command, validate_command
 
     parser: argparse.ArgumentParser = _Parser(
         prog="pagedkv",
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pagedkv {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (replay_command, validate_command, trace_command):
+    for module in (replay_command, validate_command, trace_command, bench_command):
         module.add_parser(commands)
     plan_commands.add_parsers(commands)
     return parser

@@ -191,7 +191,12 @@ def test_rounded_cache_keeps_logits_within_bounds(truth: tiny_llama.Decoded, rou
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 def test_sequences_of_any_lengths_decode_together_as_alone(block_size: int, dtype: str) -> None:
-    """A batch of sequences of different lengths gives each the logits it gets in a cache of its own."""
+    """A batch of sequences of different lengths gives each the logits it gets in a cache of its own.
+
+    In int8 the last bit of a matrix product, which depends on the batch, now and then moves an entry of the
+    cache to the next integer; what int8 itself costs is ten times as much.
+    """
+    tolerance = TOLERANCE if dtype == "fp32" else 0.01
     prompts = [random_tokens(n, seed=n) for n in (1, 2, 15, 16, 17, 40)]
     together = make_cache(400, block_size, dtype)
     ids = list(range(len(prompts)))
@@ -205,7 +210,7 @@ def test_sequences_of_any_lengths_decode_together_as_alone(block_size: int, dtyp
         alone = tiny_llama.decode_paged(
             MODEL, make_cache(400, block_size, dtype), "a", prompt, 21, [*follow[i], 0]
         )
-        assert_equal_logits(torch.stack(logits[i]), alone.logits)
+        assert_equal_logits(torch.stack(logits[i]), alone.logits, tolerance)
         if dtype == "fp32":
             want = tiny_llama.full_forward(MODEL, [*prompt, *follow[i]])
             assert_equal_logits(torch.stack(logits[i]), want[-21:])

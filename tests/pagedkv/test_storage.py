@@ -130,6 +130,23 @@ def test_layers_of_one_shape_share_one_allocation() -> None:
 
 @every_dtype
 @every_layout
+def test_token_minor_values_differ_in_their_strides_alone(dtype: str, layout: Layout) -> None:
+    """Slots of one dimension side by side; writes, gathers and copies do not notice."""
+    spec = KVCacheSpec(MIXED, dtype, BLOCK_SIZE)
+    minor = KVStorage(spec, NUM_BLOCKS, layout=layout, token_minor_values=True)
+    usual = make(dtype, layout)
+    fill(minor)
+    fill(usual)
+    minor.copy_blocks([2], [3])
+    usual.copy_blocks([2], [3])
+    assert minor.layer(0).v.stride()[1:] == (BLOCK_SIZE * V_DIM, 1, BLOCK_SIZE)
+    assert minor.layer(0).k.stride() == usual.layer(0).k.stride()
+    assert same(content(minor), content(usual)) and minor.nbytes == usual.nbytes
+    assert same(minor.gather(2, [5, 1], 7), usual.gather(2, [5, 1], 7))
+
+
+@every_dtype
+@every_layout
 def test_a_later_write_wins(dtype: str, layout: Layout) -> None:
     """Writing a slot again replaces its vector and its scale."""
     storage = make(dtype, layout)

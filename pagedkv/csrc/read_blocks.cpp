@@ -1,0 +1,86 @@
+// The read ceiling: the same blocks, in the same order, on the same threads as attention, and nothing else.
+//
+//   tile of 64 tokens = 4 blocks of 16:   k: block 7, 2, 9, 4   v: block 7, 2, 9, 4   then the next tile,
+//   each block one contiguous stretch, each line asked for one tile ahead, as the kernels do
+#include <atomic>
+
+#include "abi.h"
+#include "cpu_features.h"
+#include "kernels.h"
+#include "thread_pool.h"
+
+#if defined(_WIN32)
+#include <errno.h>
+#else
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#endif
+
+namespace pagedkv {
+
+namespace {
+
+constexpr int64_t kBlocksPerItem = 16;  // claimed at a time: 256 tokens of 16-token blocks, a chunk
+
+struct Reading {
+    const ReadCall* call;
+    std::atomic<int64_t> next;
+    std::atomic<int> sum;
+    float (*stretch)(const char*, const char*, int64_t);
+};
+
+
+void read_items(void* context) {
+    Reading& r = *(Reading*)context;
+    const ReadCall& call = *r.call;
+    float sum = 0;
+    int64_t item = r.next.fetch_add(1);
+    int64_t passed = 0;  // items of the sequences before
+    for (int64_t seq = 0; seq < call.num_seqs; seq++) {
+        const int64_t blocks = (call.seq_lens[seq] + call.block_size - 1) / call.block_size;
+        const int64_t items = (blocks + kBlocksPerItem - 1) / kBlocksPerItem;
+        const int32_t* table = call.block_tables + seq * call.table_stride;
+        for (; item < passed + items; item = r.next.fetch_add(1)) {
+            const int64_t begin = (item - passed) * kBlocksPerItem;
+            const int64_t end = begin + kBlocksPerItem < blocks ? begin + kBlocksPerItem : blocks;
+            for (int64_t b = begin; b < end; b++) {
+                const int64_t id = table[b], next = table[b + 1 < blocks ? b + 1 : b];
+                const char* k = (const char*)call.k;
+                sum += r.stretch(k + id * call.k_block_stride, k + next * call.k_block_stride, call.k_block_bytes);
+                if (!call.v) continue;
+                const char* v = (const char*)call.v;
+                sum += r.stretch(v + id * call.v_block_stride, v + next * call.v_block_stride, call.v_block_bytes);
+            }
+        }
+        passed += items;
+    }
+    r.sum.fetch_add(sum > 0);
+}
+
+}  // namespace
+
+}  // namespace pagedkv
+
+PAGEDKV_EXPORT uint64_t pagedkv_read_blocks(const pagedkv::ReadCall* call) {
+    using namespace pagedkv;
+    Reading reading{call, {0}, {0}, choose_kernels(kAuto, kFp32, kFp32, 1)->read_stretch};
+    run_on_threads(read_items, &reading, (int)call->threads);
+    return reading.sum.load();
+}
+
+PAGEDKV_EXPORT int64_t pagedkv_advise_huge(void* start, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    // whole pages only: the edges may belong to somebody else
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    const uintptr_t begin = ((uintptr_t)start + page - 1) / page * page;
+    const uintptr_t end = ((uintptr_t)start + (uintptr_t)bytes) / page * page;
+    if (begin >= end) return 0;
+    return madvise((void*)begin, end - begin, MADV_HUGEPAGE) ? errno : 0;
+#else
+    (void)start;
+    (void)bytes;
+    return ENOSYS;
+#endif
+}

@@ -1,0 +1,125 @@
+#include "thread_pool.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pagedkv {
+
+namespace {
+
+// About 20 us: decode steps of consecutive layers come closer than that, and a longer spin takes the core
+// from whoever else needs it.
+constexpr int kSpins = 1000;
+
+inline void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+class Pool {
+  public:
+    void run(Job job, void* context, int threads) {
+        std::unique_lock<std::mutex> alone(busy_, std::try_to_lock);
+        if (!alone.owns_lock() || threads < 2) return job(context);
+        grow(threads - 1);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            job_ = job;
+            context_ = context;
+            places_ = threads - 1;
+            epoch_.fetch_add(1, std::memory_order_release);
+        }
+        wake_.notify_all();
+        job(context);
+        close();
+    }
+
+  private:
+    void grow(int helpers) {
+        while (size_ < helpers) {
+            try {
+                std::thread(&Pool::help, this).detach();  // lives as long as the process
+            } catch (const std::system_error&) {
+                return;  // no more threads to be had: those there are do the work
+            }
+            size_++;
+        }
+    }
+
+    void close() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            places_ = 0;
+        }
+        for (int i = 0; i < kSpins && inside_.load(std::memory_order_acquire); i++) relax();
+        std::unique_lock<std::mutex> lock(mutex_);
+        done_.wait(lock, [this] { return inside_.load(std::memory_order_relaxed) == 0; });
+    }
+
+    void help() {
+        unsigned seen = 0;
+        for (;;) {
+            for (int i = 0; i < kSpins && epoch_.load(std::memory_order_acquire) == seen; i++) relax();
+            std::unique_lock<std::mutex> lock(mutex_);
+            wake_.wait(lock, [&] { return epoch_.load(std::memory_order_relaxed) != seen; });
+            seen = epoch_.load(std::memory_order_relaxed);
+            if (places_ == 0) continue;
+            places_--;
+            inside_.fetch_add(1, std::memory_order_relaxed);
+            const Job job = job_;
+            void* const context = context_;
+            lock.unlock();
+            job(context);
+            lock.lock();
+            if (inside_.fetch_sub(1, std::memory_order_release) == 1) done_.notify_one();
+        }
+    }
+
+    std::mutex busy_;   // held by the caller whose job this is
+    std::mutex mutex_;  // guards what follows
+    std::condition_variable wake_, done_;
+    std::atomic<unsigned> epoch_{0};  // counts jobs; read by spinning helpers
+    std::atomic<int> inside_{0};      // helpers in the job; read by the spinning caller
+    Job job_ = nullptr;
+    void* context_ = nullptr;
+    int places_ = 0;  // helpers that may still enter
+    int size_ = 0;    // guarded by busy_
+};
+
+std::atomic<Pool*> pool{nullptr};
+
+void forget_pool() { pool.store(nullptr); }  // its threads do not exist in the child; it is not freed
+
+Pool* the_pool() {
+    static const int once = pthread_atfork(nullptr, nullptr, forget_pool);
+    (void)once;
+    Pool* current = pool.load(std::memory_order_acquire);
+    if (current) return current;
+    Pool* fresh = new (std::nothrow) Pool;
+    if (!fresh || pool.compare_exchange_strong(current, fresh)) return fresh;
+    delete fresh;  // another thread was faster, and nobody saw this one
+    return current;
+}
+
+}  // namespace
+
+void run_on_threads(Job job, void* context, int threads) {
+    Pool* shared = threads > 1 ? the_pool() : nullptr;
+    if (shared) return shared->run(job, context, threads);
+    job(context);
+}
+
+}  // namespace pagedkv

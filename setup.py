@@ -1,0 +1,35 @@
+"""The optional native CPU backend; everything else about the package is in pyproject.toml.
+
+It is loaded through ctypes and calls nothing of Python, so that one build serves every interpreter.
+"""
+
+from glob import glob
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "pagedkv._native",
+            sources=sorted(glob("pagedkv/csrc/*.cpp")),
+            depends=sorted(glob("pagedkv/csrc/*.h")),
+            language="c++",
+            extra_compile_args=[
+                "-std=c++17",
+                "-O3",
+                # the interpreter's own flags bring -g, which is most of the library's size
+                "-g0",
+                "-fvisibility=hidden",
+                # never -ffast-math: it folds the rounding in exp2 and forgets NaN
+                "-fno-math-errno",
+                "-fno-trapping-math",
+                "-pthread",
+            ],
+            extra_link_args=["-pthread"],
+            # without a compiler the install still succeeds, and the torch backend serves
+            optional=True,
+            py_limited_api=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
