@@ -93,5 +93,5 @@ def sink_weight(sink, peak):
 @triton.jit
 def log_sum(base, total):
     """``base + log2(total)``, and -inf for a total of 0 (nothing was seen), of any shape."""
-    some = total > 0
+    some = total != 0  # a NaN is some, and shows
     return tl.where(some, base + tl.log2(tl.where(some, total, 1.0)), float("-inf"))

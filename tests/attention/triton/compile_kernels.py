@@ -54,7 +54,12 @@ def cases() -> Iterator[Case]:
     yield from _attention("bf16 d128", torch.bfloat16, with_merge=True)
     yield from _attention("fp16 d128", torch.float16)
     yield from _attention("bf16 d64", torch.bfloat16, head_dim=64)
+    yield from _attention("bf16 d256", torch.bfloat16, head_dim=256)
+    yield from _attention("bf16 d128 block 64", torch.bfloat16, block_size=64)
     yield from _attention("bf16 d128 q_len 4", torch.bfloat16, q_len=4)
+    latent: dict[str, Any] = {"head_dim": 576, "latent_rank": 512, "num_kv_heads": 1, "group_size": 16}
+    yield from _attention("latent bf16", torch.bfloat16, **latent)
+    yield from _attention("latent bf16 block 64", torch.bfloat16, block_size=64, **latent)
     yield from _attention("int8 d128", torch.int8)
     yield from _attention("int8 d128 q_len 4", torch.int8, q_len=4)
     yield from _attention("int8 d128 window", torch.int8, window=1024, softcap=30.0, sinks=True)
@@ -68,6 +73,8 @@ def _attention(
     dtype: torch.dtype,
     *,
     head_dim: int = 128,
+    latent_rank: int | None = None,
+    num_kv_heads: int = NUM_KV_HEADS,
     group_size: int = 4,
     block_size: int = 16,
     q_len: int = 1,
@@ -77,12 +84,14 @@ def _attention(
     with_merge: bool = False,
 ) -> Iterator[Case]:
     q_dtype = torch.bfloat16 if dtype == torch.int8 else dtype
-    q = _empty(NUM_SEQS, q_len, NUM_KV_HEADS * group_size, head_dim, dtype=q_dtype)
-    k = _empty(NUM_BLOCKS, NUM_KV_HEADS, block_size, head_dim, dtype=dtype)
+    q = _empty(NUM_SEQS, q_len, num_kv_heads * group_size, head_dim, dtype=q_dtype)
+    k = _empty(NUM_BLOCKS, num_kv_heads, block_size, head_dim, dtype=dtype)
     v, scale = _empty(*k.shape, dtype=dtype), None
+    if latent_rank is not None:
+        v = k[..., :latent_rank]
     if dtype == torch.int8:
-        v = _empty(NUM_BLOCKS, NUM_KV_HEADS, head_dim, block_size, dtype=dtype).transpose(2, 3)
-        scale = _empty(NUM_BLOCKS, NUM_KV_HEADS, block_size, dtype=torch.float32)
+        v = _empty(NUM_BLOCKS, num_kv_heads, head_dim, block_size, dtype=dtype).transpose(2, 3)
+        scale = _empty(NUM_BLOCKS, num_kv_heads, block_size, dtype=torch.float32)
     args = AttentionArguments(
         q=q,
         k=k,
@@ -95,7 +104,7 @@ def _attention(
         window=window,
         sinks=_empty(q.shape[2], dtype=torch.float32) if sinks else None,
         softcap=softcap,
-        out=torch.empty_like(q),
+        out=_empty(*q.shape[:3], v.shape[3], dtype=q_dtype),
         lse=_empty(*q.shape[:3], dtype=torch.float32),
         block_mass=None,
         plan=None,
@@ -109,7 +118,7 @@ def _attention(
         attention.arguments,
         attention.num_warps,
         attention.num_stages,
-        value_bytes=tile * 2 * head_dim * dtype.itemsize,
+        value_bytes=tile * (head_dim if latent_rank else 2 * head_dim) * dtype.itemsize,
         scale_bytes=tile * 2 * 4 if scale is not None else 0,
     )
     if with_merge:

@@ -25,6 +25,7 @@ pytestmark = [
 ]
 
 MAX_REGISTERS = 168  # three programs of 128 threads on a multiprocessor with 65536
+MAX_REGISTERS_LATENT = 255  # two: a latent row is four times as wide, so that two have as much in flight
 MAX_SHARED = 99 * 1024  # what one program may have on every chip since sm_80
 MAX_ISSUE = {80: 0.45, 90: 0.45, 100: 0.6}
 
@@ -133,9 +134,14 @@ def test_nothing_spills(kernels: list[Kernel]) -> None:
     assert {kernel.id: kernel.stack for kernel in kernels if kernel.stack} == {}
 
 
-def test_registers_leave_room_for_three_programs(kernels: list[Kernel]) -> None:
-    """Three programs in flight hide the latency of the memory four times over."""
-    assert {kernel.id: kernel.registers for kernel in kernels if kernel.registers > MAX_REGISTERS} == {}
+def test_registers_leave_room_for_programs_in_flight(kernels: list[Kernel]) -> None:
+    """Three programs in flight hide the latency of the memory four times over; two of a latent do."""
+    too_many = {}
+    for kernel in kernels:
+        limit = MAX_REGISTERS_LATENT if kernel.name.startswith("latent") else MAX_REGISTERS
+        if kernel.registers > limit:
+            too_many[kernel.id] = kernel.registers
+    assert too_many == {}
 
 
 def test_shared_memory_fits_every_chip(kernels: list[Kernel]) -> None:
@@ -186,7 +192,7 @@ def test_keys_and_values_are_neither_converted_nor_read_by_bytes(kernels: list[K
 def test_the_loop_leaves_most_issue_slots_free(kernels: list[Kernel]) -> None:
     """A necessary condition of memory speed, not a sufficient one."""
     attention = [kernel for kernel in kernels if kernel.is_attention]
-    assert len(attention) == 7 * len(CHIPS)
+    assert len(attention) == 11 * len(CHIPS)
     assert {k.id: round(k.issue, 2) for k in attention if k.issue > MAX_ISSUE[k.architecture]} == {}
 
 
