@@ -3,9 +3,13 @@
 It is loaded through ctypes and calls nothing of Python, so that one build serves every interpreter.
 """
 
+import sysconfig
 from glob import glob
 
 from setuptools import Extension, setup
+
+# A free-threaded interpreter takes no wheel of the stable ABI, though this library would serve it as well.
+STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 setup(
     ext_modules=[
@@ -28,8 +32,8 @@ setup(
             extra_link_args=["-pthread"],
             # without a compiler the install still succeeds, and the torch backend serves
             optional=True,
-            py_limited_api=True,
+            py_limited_api=STABLE_ABI,
         )
     ],
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if STABLE_ABI else {},
 )

@@ -5,7 +5,7 @@ and shares out the work -> csrc/attend_item.cpp, the loop over tiles of 64 token
 tile: csrc/score_*.h, csrc/softmax.h and csrc/value_*.h.
 
 All of it computes in fp32, but int8 on CPUs with dot products of bytes (AVX-512 VNNI), where K and V never
-become floats. There the query and the weights are carried in 15 bits each, with these errors on top of fp32's:
+become floats. There query and weights are carried in 15 bits each, with these errors on top of fp32's:
 
 - the query is off by at most ``max|q| / 32512``, so a logit by at most
   ``e = scale * max|q| / 32512 * max_t sum_d |k[t, d]|``, and a weight by a factor within ``exp(+-2 e)``;

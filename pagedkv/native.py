@@ -135,7 +135,7 @@ def advise_huge(x: Tensor) -> bool:
 
 _local = threading.local()
 
-_WRITE_LAYOUT = "4q4q4q3q3qq3q"
+_WRITE_LAYOUT = "4q4q4q3q3qq4q"
 
 
 def unsupported_write(values: Tensor, new: Tensor) -> str | None:
@@ -185,6 +185,7 @@ def write_kv(values: Tensor, scale: Tensor | None, new: Tensor, slot_mapping: Te
         DTYPES[values.dtype],
         DTYPES[new.dtype],
         torch.get_num_threads(),
+        _isa,
     )
     bad = int(library().pagedkv_write_kv(address))
     if bad < 0:

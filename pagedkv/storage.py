@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pagedkv import native
 from pagedkv.arithmetic import div_ceil
 from pagedkv.errors import BlockError, PagedKVError
 from pagedkv.kv_write import write_kv
@@ -266,7 +267,10 @@ class KVStorage:
             {"N": self.block_size, "H": shape.num_kv_heads, "D": dim},
         )
         inner = (sizes[axis] for axis in layout)
-        stored = torch.zeros(*outer, *inner, dtype=self.dtype, device=self.device)
+        stored = torch.empty(*outer, *inner, dtype=self.dtype, device=self.device)
+        if self.device.type == "cpu":
+            native.advise_huge(stored)  # before the first touch: attention reads blocks in any order
+        stored.zero_()
         values = stored.permute(0, 1, *(2 + layout.index(axis) for axis in "HND"))
         self._buffers.append(values)
         if not scaled:

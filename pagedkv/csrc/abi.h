@@ -64,7 +64,7 @@ struct WriteCall {
     const int64_t* slots;     // [n], block * block_size + offset; negative: writes nothing
     int64_t n, num_heads, block_size, dim;
     int64_t value_stride[4], scale_stride[3], source_stride[3], slot_stride;
-    int64_t dtype, source_dtype, threads;
+    int64_t dtype, source_dtype, threads, isa;
 };
 
 }  // namespace pagedkv

@@ -28,7 +28,8 @@ void set_shapes(Attention& a, const AttendCall& call) {
     a.shape.v_head_dim = (int)call.v_head_dim;
     a.shape.q_bytes = a.kernels->query_bytes((int)call.head_dim);
     a.shape.acc_stride = (call.v_head_dim + 63) / 64 * 64;
-    a.has_stretches = has_stretches(call, a.element);
+    a.tile_tokens = tile_tokens(call, a.element);
+    a.has_stretches = a.tile_tokens == kTile && has_stretches(call, a.element);
     a.next_item.store(0);
 }
 
@@ -44,7 +45,8 @@ bool allocate(Attention& a) {
     if (!layout.allocate(thread_scratch(kCallScratch), place)) return false;
     for (int64_t i = 0; i < counters; i++) {
         const int64_t seq = i / a.items.head_parts();
-        new (&a.unfinished[i]) std::atomic<int>((int)(a.items.chunks_before(seq + 1) - a.items.chunks_before(seq)));
+        const int64_t chunks = a.items.chunks_before(seq + 1) - a.items.chunks_before(seq);
+        new (&a.unfinished[i]) std::atomic<int>((int)chunks);
     }
     return true;
 }

@@ -23,6 +23,7 @@ struct Attention {
     int rows;             // group_size * q_len, row = token * group_size + head of the group
     int group_size;
     int64_t element;      // bytes of an element of K and V
+    int tile_tokens;      // tokens of a full tile, at most kTile; see block_walk.h
     bool has_stretches;   // see block_walk.h
     float* partials;      // [chunks][num_kv_heads] of partial_floats(), only of sequences with more than one chunk
     std::atomic<int64_t> next_item;

@@ -26,11 +26,11 @@ struct TileRows {
     int num_runs, count, padded;
     int64_t begin;  // position of token 0
 
-    // Rows of positions [begin, end), at most kTile of them and at least one. Ids were checked before.
-    void fill(const AttendCall& call, int64_t element, int64_t seq, int64_t from, int64_t end) {
+    // Rows of positions [from, end), at most `tokens` of them and at least one. Ids were checked before.
+    void fill(const AttendCall& call, int64_t element, int64_t seq, int64_t from, int64_t end, int tokens) {
         const int32_t* table = call.block_tables + seq * call.table_stride[0];
         begin = from;
-        count = (int)(end - from < kTile ? end - from : kTile);
+        count = (int)(end - from < tokens ? end - from : tokens);
         padded = (count + kTokenGranule - 1) / kTokenGranule * kTokenGranule;
         num_runs = 0;
         for (int t = 0; t < count;) {
@@ -70,6 +70,40 @@ struct TileRows {
         return v[first] + (rest - per_block) * kTile * call.v_head_dim * element;
     }
 };
+
+// Two tiles of one KV head should not crowd the first-level cache out: wide rows get shorter tiles.
+inline int tile_tokens(const AttendCall& call, int64_t element) {
+    constexpr int64_t kMaxHeadBytes = 48 * 1024;
+    return kTile * (call.head_dim + call.v_head_dim) * element > kMaxHeadBytes ? kTile / 2 : kTile;
+}
+
+// Bytes from the first to the last element of a block, all KV heads; 0 if another block lies in between.
+inline int64_t block_span(const AttendCall& call, const int64_t* stride, int64_t dim, int64_t element) {
+    const int64_t last = (call.num_kv_heads - 1) * stride[1] + (call.block_size - 1) * stride[2] + dim;
+    return last <= stride[0] ? last * element : 0;
+}
+
+// Asks for one line of every page of positions [from, end), so that the addresses of its pages
+// are known when its lines are asked for: a prefetch that has to walk the page tables holds up those behind it.
+// Blocks lie anywhere, so that nearly each of them is another walk. The work is shared by `steps` calls.
+inline void touch_pages(const AttendCall& call, int64_t element, int64_t seq, int64_t from, int64_t end,
+                        int step, int steps) {
+    if (from >= end) return;
+    const int32_t* table = call.block_tables + seq * call.table_stride[0];
+    const int64_t first = from / call.block_size;
+    const int64_t last = (end - 1) / call.block_size;
+    for (int64_t entry = step; entry < 2 * (last - first + 1); entry += steps) {
+        const int64_t id = table[(first + entry / 2) * call.table_stride[1]];
+        const bool is_v = entry % 2;
+        const int64_t* stride = is_v ? call.v_stride : call.k_stride;
+        const int64_t span = block_span(call, stride, is_v ? call.v_head_dim : call.head_dim, element);
+        const char* block = (const char*)(is_v ? call.v : call.k) + id * stride[0] * element;
+        for (int64_t i = 0; i < span; i += 4096) ask_for(block + i);
+        if (call.k_scale)
+            ask_for(is_v ? call.v_scale + id * call.v_scale_stride[0]
+                                    : call.k_scale + id * call.k_scale_stride[0]);
+    }
+}
 
 // Whether blocks of K and V each lie in one piece, which makes whole stretches, and two tiles of all KV heads fit
 // a cache of 1 MB. Then a tile is asked for in the order of memory, which is up to 1.1x faster than by heads.

@@ -16,6 +16,13 @@ namespace pagedkv {
 constexpr int kTile = 64;        // tokens of a tile: rows of p and scores are this long
 constexpr int kTokenGranule = 16;  // score kernels read whole multiples of this many rows
 
+// Asks for a line, into the second-level cache. The empty statement keeps GCC from taking a function that does
+// nothing else for one without effect, whose calls it may drop.
+__attribute__((always_inline)) static inline void ask_for(const void* line) {
+    __builtin_prefetch(line, 0, 2);
+    asm volatile("");
+}
+
 struct Tile {
     const char* const* k;  // row t of K is k[t] + k_head, for t < padded; rows past count repeat a valid one
     const char* const* v;

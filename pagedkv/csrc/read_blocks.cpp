@@ -24,6 +24,8 @@ namespace {
 
 constexpr int64_t kBlocksPerItem = 16;  // claimed at a time: 256 tokens of 16-token blocks, a chunk
 
+constexpr int64_t kPagesAhead = 4;
+
 struct Reading {
     const ReadCall* call;
     std::atomic<int64_t> next;
@@ -31,6 +33,12 @@ struct Reading {
     float (*stretch)(const char*, const char*, int64_t);
 };
 
+
+float read_block(float (*stretch)(const char*, const char*, int64_t), const char* pool, int64_t id, int64_t next,
+                 int64_t later, int64_t stride, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 4096) ask_for(pool + later * stride + i);
+    return stretch(pool + id * stride, pool + next * stride, bytes);
+}
 
 void read_items(void* context) {
     Reading& r = *(Reading*)context;
@@ -46,12 +54,14 @@ void read_items(void* context) {
             const int64_t begin = (item - passed) * kBlocksPerItem;
             const int64_t end = begin + kBlocksPerItem < blocks ? begin + kBlocksPerItem : blocks;
             for (int64_t b = begin; b < end; b++) {
+                // the next block's lines, and the pages of the one some blocks later, as attention asks for them
                 const int64_t id = table[b], next = table[b + 1 < blocks ? b + 1 : b];
-                const char* k = (const char*)call.k;
-                sum += r.stretch(k + id * call.k_block_stride, k + next * call.k_block_stride, call.k_block_bytes);
-                if (!call.v) continue;
-                const char* v = (const char*)call.v;
-                sum += r.stretch(v + id * call.v_block_stride, v + next * call.v_block_stride, call.v_block_bytes);
+                const int64_t later = table[b + kPagesAhead < blocks ? b + kPagesAhead : b];
+                sum += read_block(r.stretch, (const char*)call.k, id, next, later, call.k_block_stride,
+                                  call.k_block_bytes);
+                if (call.v)
+                    sum += read_block(r.stretch, (const char*)call.v, id, next, later, call.v_block_stride,
+                                      call.v_block_bytes);
             }
         }
         passed += items;

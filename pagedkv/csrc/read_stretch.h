@@ -12,7 +12,7 @@ static float read_stretch(const char* data, const char* ahead, int64_t bytes) {
     constexpr int kStep = 4 * kLanes * (int)sizeof(float);
     Vec top[4] = {zero(), zero(), zero(), zero()};
     for (int64_t i = 0; i + kStep <= bytes; i += kStep) {
-        for (int j = 0; j < kStep; j += 64) __builtin_prefetch(ahead + i + j, 0, 2);
+        for (int j = 0; j < kStep; j += 64) ask_for(ahead + i + j);
         for (int j = 0; j < 4; j++) top[j] = max(load((const float*)(data + i) + j * kLanes), top[j]);
     }
     return largest(max(max(top[0], top[1]), max(top[2], top[3])));

@@ -19,15 +19,12 @@ constexpr int tokens_per_block() { return kLanes / kRows; }
 // Asks for bytes c .. c + 63 of the next tile's rows t .. t + tokens - 1, or for as many lines of a stretch, in
 // step with the bytes that are used, so that memory works as evenly as we do: a burst would fill the miss buffers
 // and hold up the loads behind it.
-//
-// Inlined by force: GCC drops calls of a function that does nothing but prefetch.
-__attribute__((always_inline)) static inline void prefetch_k(const Tile& tile, int t, int tokens,
-                                                             int64_t row_bytes, int64_t c) {
+static inline void prefetch_k(const Tile& tile, int t, int tokens, int64_t row_bytes, int64_t c) {
     if (tile.ahead_k) {
         const char* line = tile.ahead_k + t * row_bytes + c * tokens;
-        for (int i = 0; i < tokens; i++) __builtin_prefetch(line + 64 * i, 0, 2);
+        for (int i = 0; i < tokens; i++) ask_for(line + 64 * i);
     } else {
-        for (int i = 0; i < tokens; i++) __builtin_prefetch(tile.next_k[t + i] + tile.next_k_head + c, 0, 2);
+        for (int i = 0; i < tokens; i++) ask_for(tile.next_k[t + i] + tile.next_k_head + c);
     }
 }
 

@@ -39,8 +39,8 @@ static void value_strip_bf16(const PairedWeights& w, const Tile& tile, int colum
         __m512bh v[kVecs * 2];
         for (int c = 0; c < kVecs; c++) {
             if (prefetch) {
-                __builtin_prefetch(ahead_v(tile, t, 2 * column, 64 * kVecs) + 64 * c, 0, 2);
-                __builtin_prefetch(ahead_v(tile, t + 1, 2 * column, 64 * kVecs) + 64 * c, 0, 2);
+                ask_for(ahead_v(tile, t, 2 * column, 64 * kVecs) + 64 * c);
+                ask_for(ahead_v(tile, t + 1, 2 * column, 64 * kVecs) + 64 * c);
             }
             const __m512i x = part ? (__m512i)pairs_part(v0, part) : (__m512i)pairs(v0 + 32 * c);
             const __m512i y = part ? (__m512i)pairs_part(v1, part) : (__m512i)pairs(v1 + 32 * c);

@@ -34,7 +34,7 @@ static void value_strip(const Weights& w, int column, int part, const float* alp
         const E* v = (const E*)(tile.v[t] + tile.v_head) + column;
         if (w.prefetch) {
             const char* next = ahead_v(tile, t, column * sizeof(E), kVecs * kLanes * sizeof(E));
-            for (size_t i = 0; i < kVecs * kLanes * sizeof(E); i += 64) __builtin_prefetch(next + i, 0, 2);
+            for (size_t i = 0; i < kVecs * kLanes * sizeof(E); i += 64) ask_for(next + i);
         }
         Vec values[kVecs];
         for (int c = 0; c < kVecs; c++) values[c] = part ? widen_part(v, part) : widen(v + c * kLanes);

@@ -56,8 +56,8 @@ static inline void add_tokens(const uint32_t (*w)[kTile / 4], const Tile& tile, 
             v[i] = kPart ? _mm512_maskz_loadu_epi8(mask, from) : _mm512_loadu_si512(from);
         }
         // each pass asks for half of the next rows
-        __builtin_prefetch(ahead_v(tile, t + ask, column, 64), 0, 2);
-        __builtin_prefetch(ahead_v(tile, t + ask + 1, column, 64), 0, 2);
+        ask_for(ahead_v(tile, t + ask, column, 64));
+        ask_for(ahead_v(tile, t + ask + 1, column, 64));
         const __m512i ab0 = _mm512_unpacklo_epi8(v[0], v[1]), ab1 = _mm512_unpackhi_epi8(v[0], v[1]);
         const __m512i cd0 = _mm512_unpacklo_epi8(v[2], v[3]), cd1 = _mm512_unpackhi_epi8(v[2], v[3]);
         const __m512i x0 = _mm512_unpacklo_epi16(ab0, cd0), x1 = _mm512_unpackhi_epi16(ab0, cd0);
