@@ -1,4 +1,4 @@
-"""Blocks with content: the pool, the prefix index and the eviction order, kept in step."""
+"""Blocks with content: the pool, the prefix index and the eviction policy, kept in step."""
 
 from typing import NamedTuple
 
@@ -8,10 +8,12 @@ import numpy.typing as npt
 from pagedkv.block_pool import CACHED, FREE, NO_BLOCKS, BlockPool
 from pagedkv.errors import SequenceError
 from pagedkv.events import EventLog
-from pagedkv.eviction import LRUOrder
 from pagedkv.fences import Fences
 from pagedkv.namespace import ExtraKeys
 from pagedkv.page_table import Int32Array
+from pagedkv.pins import Pins
+from pagedkv.policies.index_view import IndexView
+from pagedkv.policies.policy import EvictionPolicy
 from pagedkv.prefix_index import PrefixIndex
 
 
@@ -29,13 +31,15 @@ class BlockCache:
     it is evicted, else it becomes free. The caller knows that what it asks for fits.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Make ``num_blocks`` free blocks."""
+    def __init__(self, num_blocks: int, block_size: int, policy: EvictionPolicy) -> None:
+        """Make ``num_blocks`` free blocks, given up in the order of a new ``policy``."""
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(num_blocks, block_size)
-        self.order = LRUOrder(num_blocks)
         self.extra_keys = ExtraKeys()
+        self.policy = policy
+        policy.bind(IndexView(num_blocks, self.index, self.extra_keys))
         self.fences = Fences()
+        self.pins = Pins()
         self.events: EventLog | None = None
         self.num_evicted = 0
         self.num_copied = 0
@@ -56,25 +60,30 @@ class BlockCache:
             for ids in (new[::-1], shared):
                 self.pool.release(ids, self.index.indexed[ids])
             raise
-        self.order.discard(victims)
-        self.order.discard(shared)
-        self.num_evicted += len(victims)
-        if len(doomed) > len(victims):
-            self._evict(doomed[len(victims) :])
+        if len(shared):
+            self.policy.discard(shared)
+        if len(victims):
+            if len(doomed):
+                self.policy.forget(victims[: len(doomed)])
+            self.policy.evict(victims[len(doomed) :])
+            self.num_evicted += len(victims)
+        rest = doomed[len(victims) :]
+        if len(rest):
+            self.policy.forget(rest)
+            self._evict(rest)
         return new
 
     def _victims(self, count: int, shared: Int32Array, doomed: Int32Array) -> Int32Array:
-        """The blocks to evict for ``count`` new ones: the doomed, then the least recently used."""
+        """The blocks to evict for ``count`` new ones: the doomed, then as the policy says."""
         if count <= len(doomed):
             return doomed[:count]
         if not len(doomed):
-            return self.order.first(count, keep=shared)
-        others = self.order.first(count - len(doomed), keep=np.concatenate([shared, doomed]))
+            return self.policy.first(count, keep=shared)
+        others = self.policy.first(count - len(doomed), keep=np.concatenate([shared, doomed]))
         return np.concatenate([doomed, others])
 
     def _evict(self, ids: Int32Array) -> None:
         self.forget(ids)
-        self.order.discard(ids)
         self.pool.evict(ids)
         self.num_evicted += len(ids)
 
@@ -95,11 +104,30 @@ class BlockCache:
 
     def _give_up(self, ids: Int32Array) -> None:
         """Drop one reference each; full committed blocks without any stay cached."""
-        self.order.make_room(len(ids))
+        self.policy.make_room(len(ids))
         cached = self.pool.release(ids, self.index.indexed[ids])
-        self.order.push(cached)
+        self.policy.push(cached)
+        surplus = self.policy.surplus()
+        if surplus is not None:
+            self.policy.evict(surplus)
+            self._evict(surplus)
         if self._copies:  # asked here too, to spare the gather in the common case
             self._drop_copies(ids[self.pool.state[ids] == FREE])
+
+    def pin(self, ids: Int32Array) -> int:
+        """Hold indexed blocks, shallowest first, until they are unpinned."""
+        self.pool.acquire(0, shared=ids)
+        return self.pins.add(ids)
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks with at least one pin. Cost: O(pinned blocks)."""
+        held = self.pins.held()
+        return len(np.unique(np.concatenate(held))) if held else 0
+
+    def unpin(self, pin: int) -> None:
+        """Give up what a pin holds."""
+        self.release(self.pins.remove(pin)[::-1])
 
     def fenced_only(self) -> Int32Array:
         """Blocks that nothing but fences holds."""
@@ -118,13 +146,16 @@ class BlockCache:
         """
         known = self.index.match(tokens, extra, parent)
         n = len(known)
+        if not n:
+            self._insert(ids, tokens, extra, parent)
+            return ids
         held = np.concatenate([known, ids[n:]])
         theirs = known[known != ids[:n]]
         if len(theirs):
             self.pool.acquire(0, shared=theirs)
-            self.order.discard(theirs)
+            self.policy.discard(theirs)
         if n < len(ids):
-            self._insert(ids[n:], tokens[n:], extra[n:], int(known[-1]) if n else parent)
+            self._insert(ids[n:], tokens[n:], extra[n:], int(known[-1]))
         return held
 
     def _insert(self, ids: Int32Array, tokens: Int32Array, extra: Int32Array, parent: int) -> None:
@@ -146,6 +177,11 @@ class BlockCache:
                 self.extra_keys.drop(extra_id)
         if self.events is not None:
             self.events.removed(ids)
+
+    def withdraw(self, ids: Int32Array) -> None:
+        """Let held blocks lose their content: their holder is about to write something else there."""
+        self.forget(ids)
+        self.policy.forget(ids)
 
     def idle_behind(self, blocks: Int32Array) -> Int32Array | None:
         """All content that builds on these blocks, children first; None if a fence holds some of it."""

@@ -6,9 +6,9 @@ from pagedkv.arithmetic import div_ceil
 from pagedkv.block_cache import BlockCache
 from pagedkv.block_pool import ACTIVE, CACHED, FREE, BlockPool
 from pagedkv.errors import check
-from pagedkv.eviction import LRUOrder
 from pagedkv.namespace import ExtraKeys
 from pagedkv.page_table import Int32Array, Int64Array, PageTable
+from pagedkv.policies.policy import EvictionPolicy
 from pagedkv.prefix_index import ROOT, PrefixIndex
 
 
@@ -21,9 +21,9 @@ def check_invariants(
     """
     pool, index = cache.pool, cache.index
     pool.check_invariants()
-    _check_tables(pool, tables, cache.fences.held())
+    _check_tables(pool, tables, cache.fences.held() + cache.pins.held())
     parent = _check_index(pool, index, cache.extra_keys)
-    _check_order(pool, cache.order, parent)
+    _check_policy(pool, cache.policy, parent)
     for seq_id in tables.seq_ids:
         row = tables.row(seq_id)
         done = int(committed[row])
@@ -33,13 +33,13 @@ def check_invariants(
         check(np.array_equal(parent[chain[1:]], chain[:-1]), "a sequence's prefix is not a chain")
 
 
-def _check_tables(pool: BlockPool, tables: PageTable, fenced: list[Int32Array]) -> None:
+def _check_tables(pool: BlockPool, tables: PageTable, others: list[Int32Array]) -> None:
     rows = tables.open_rows()
     counts = div_ceil(tables.seq_len[rows], tables.block_size)
     width = int(counts.max(initial=0))
     held = tables.blocks[rows, :width][np.arange(width) < counts[:, None]]
     check(bool((held > 0).all()), "a sequence holds the null block")
-    references = np.bincount(np.concatenate([held, *fenced]), minlength=pool.num_blocks + 1)
+    references = np.bincount(np.concatenate([held, *others]), minlength=pool.num_blocks + 1)
     check(np.array_equal(references, pool.ref_count), "ref_counts are not the number of holders")
     stale = np.count_nonzero(tables.blocks[:, : width + 1]) - len(held)
     check(stale == 0, "the page table has an entry beyond a sequence")
@@ -75,11 +75,11 @@ def _check_index(pool: BlockPool, index: PrefixIndex, extra_keys: ExtraKeys) -> 
     return parent
 
 
-def _check_order(pool: BlockPool, order: LRUOrder, parent: Int32Array) -> None:
-    ids = order.ids()
+def _check_policy(pool: BlockPool, policy: EvictionPolicy, parent: Int32Array) -> None:
+    ids = policy.ids()
     check(
         np.array_equal(np.sort(ids), np.flatnonzero(pool.state == CACHED)),
-        "the order is not the cached blocks",
+        "the policy does not order the cached blocks",
     )
     place = np.full(pool.num_blocks + 1, np.iinfo(np.int64).max)
     place[ids] = np.arange(len(ids))

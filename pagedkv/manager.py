@@ -15,6 +15,7 @@ from pagedkv.events import Event, EventLog
 from pagedkv.invariants import check_invariants
 from pagedkv.namespace import Media, Namespace
 from pagedkv.page_table import Int32Array, Int64Array, PageTable, SeqId
+from pagedkv.policies import EvictionPolicy, make_policy
 from pagedkv.prefix_index import ROOT
 from pagedkv.stats import ManagerStats
 from pagedkv.tails import NO_TAILS, shared_tails, unused_slots
@@ -74,13 +75,15 @@ class KVCacheManager:
         max_seq_len: int | None = None,
         prefix_caching: bool = True,
         watermark: float = 0.0,
+        policy: str | EvictionPolicy = "lru",
     ) -> None:
         """Make a manager of ``num_blocks`` usable blocks of ``block_size`` tokens.
 
         ``max_seqs`` sequences can be open at once, each of at most ``max_seq_len`` tokens (default: the
         whole pool; state it for a large one, since the page table reserves room for both). ``open``
         leaves the share ``watermark`` of the pool available for the growth of sequences that are open.
-        ``prefix_caching=False`` neither looks up nor keeps content.
+        ``prefix_caching=False`` neither looks up nor keeps content. ``policy`` decides which cached content
+        goes first: a name of `pagedkv.policies.POLICIES`, or a policy that no other manager has.
         """
         num_blocks = _count("num_blocks", num_blocks, 1)
         if num_blocks > MOST_BLOCKS:
@@ -95,7 +98,7 @@ class KVCacheManager:
             raise PagedKVError(f"watermark must be in [0, 1), got {watermark!r}")
         self.prefix_caching = prefix_caching
         self.tables = PageTable(max_seqs, div_ceil(self.max_seq_len, self.block_size), self.block_size)
-        self._cache = BlockCache(num_blocks, self.block_size)
+        self._cache = BlockCache(num_blocks, self.block_size, make_policy(policy))
         self._extra: dict[int, SequenceExtra] = {}
         self._committed: Int64Array = np.zeros(max_seqs, np.int64)
         self._maybe_shared: set[int] = set()
@@ -155,6 +158,7 @@ class KVCacheManager:
             return None
         row, new = self._add_sequence(seq_id, extra, fresh, hit)
         self.tables.fill(row, hit, new, num_tokens)
+        self._cache.policy.hit(hit)
         self._committed[row] = len(hit) * self.block_size
         self._counters.count_open(num_tokens, self.block_size, len(hit))
         return Opened(num_tokens, len(hit) * self.block_size)
@@ -331,6 +335,54 @@ class KVCacheManager:
         """Say that the work behind a fence is done. Raises ``PagedKVError`` if the fence is not open."""
         self._cache.signal(fence)
 
+    # -- what stays
+
+    def pin(self, seq_id: SeqId, num_tokens: int | None = None) -> int:
+        """Keep the full blocks of the first ``num_tokens`` committed tokens (default: all) until ``unpin``.
+
+        They count as active, survive ``close``, are never evicted, and can be hit. A block may have several
+        pins. Raises ``SequenceError`` if there is no such full block. Cost: O(blocks), vectorised.
+
+        >>> manager = KVCacheManager(num_blocks=2, block_size=4)
+        >>> _ = manager.open("system", [1, 2, 3, 4, 5]); manager.commit("system", [1, 2, 3, 4, 5])
+        >>> pin = manager.pin("system"); manager.close("system"); manager.counts
+        BlockCounts(free=1, cached=0, active=1)
+        >>> manager.unpin(pin); manager.counts
+        BlockCounts(free=1, cached=1, active=0)
+        """
+        committed = self.num_committed(seq_id)
+        wanted = committed if num_tokens is None else num_tokens
+        blocks = self._committed_blocks(seq_id, 0, wanted)[: wanted // self.block_size]
+        if not len(blocks):
+            raise SequenceError(
+                f"nothing to pin: {committed} tokens of {seq_id!r} are committed, "
+                f"{wanted} of them asked for, in blocks of {self.block_size}"
+            )
+        return self._cache.pin(blocks)
+
+    def unpin(self, pin: int) -> None:
+        """Undo one ``pin``. Raises ``PagedKVError`` if it is undone already. Cost: O(blocks), vectorised."""
+        self._cache.unpin(pin)
+
+    def retain(
+        self,
+        seq_id: SeqId,
+        priority: int,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        ttl: float | None = None,
+    ) -> int:
+        """Set the priority, 0..100, of full committed blocks with tokens ``start..stop`` (default: all).
+
+        Needs ``policy="priority"`` or another policy that knows priorities. With ``ttl``, the priority holds
+        that long by the policy's clock. It belongs to the content, whoever uses it, and the last word counts.
+        Returns how many blocks that are. Cost: O(log n) per block.
+        """
+        blocks = self._committed_blocks(seq_id, start, stop)
+        self._cache.policy.retain(blocks, priority, ttl)
+        return len(blocks)
+
     # -- being watched
 
     def record_events(self, seed: bytes = b"") -> None:
@@ -368,6 +420,7 @@ class KVCacheManager:
             active_blocks=counts.active,
             used_slots=self.used_slots,
             fenced_blocks=len(self._cache.fenced_only()),
+            pinned_blocks=self._cache.num_pinned,
             indexed_blocks=len(self._cache.index),
             num_seqs=len(self.tables),
             evicted_blocks=self._cache.num_evicted,
@@ -393,9 +446,20 @@ class KVCacheManager:
     def _fits_now(self, hit: Int32Array, fresh: int) -> bool:
         """Tell whether ``fresh`` blocks and the idle ones among ``hit`` can be had above the watermark."""
         pool = self._cache.pool
-        need = fresh + int(np.count_nonzero(pool.ref_count[hit] == 0))
+        need = fresh + (int(np.count_nonzero(pool.ref_count[hit] == 0)) if len(hit) else 0)
         reserve = self._watermark_blocks if len(self.tables) else 0
         return need == 0 or need <= pool.num_available - reserve
+
+    def _committed_blocks(self, seq_id: SeqId, start: int, stop: int | None) -> Int32Array:
+        """Full committed blocks that can be found by content and hold any of the tokens ``start..stop``."""
+        row = self.tables.row(seq_id)
+        committed = int(self._committed[row])
+        stop = committed if stop is None else _count("stop", stop, 0)
+        if not _count("start", start, 0) <= stop <= committed:
+            raise SequenceError(f"{committed} tokens of {seq_id!r} are committed, got {start}..{stop}")
+        full = committed // self.block_size if self.prefix_caching else 0
+        last = min(full, div_ceil(stop, self.block_size)) if start < stop else 0
+        return self.tables.blocks[row, start // self.block_size : last].copy()
 
     def _match(self, prompt: Int32Array, extra: SequenceExtra, max_cached_tokens: int | None) -> Int32Array:
         limit = len(prompt) - 1
@@ -450,7 +514,7 @@ class KVCacheManager:
             self.tables.blocks[places] = new[: len(copied)]
             self._cache.replace(old, new[: len(copied)])
         if len(tails.private):
-            self._cache.forget(tails.private)
+            self._cache.withdraw(tails.private)
         self.tables.seq_len[rows] += num_tokens
         return True
 
@@ -477,8 +541,9 @@ class KVCacheManager:
         parent = int(blocks[first - 1]) if first else ROOT
         extra = self._extra.get(row, NO_EXTRA).ids(self._cache.extra_keys, first, len(content))
         held = self._cache.share(own, content, extra, parent)
-        blocks[first:last] = held
-        self._cache.release(own[held != own][::-1])
+        if held is not own:
+            blocks[first:last] = held
+            self._cache.release(own[held != own][::-1])
 
     def _share_full(self, rows: Int64Array) -> None:
         """Index the block of each row that its next committed token fills, or hold an equal one instead."""

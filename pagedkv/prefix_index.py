@@ -184,6 +184,23 @@ class PrefixIndex:
                 before = int(run.parent.ids[run.parent.length - 1]) if run.parent.parent is not None else ROOT
                 yield before, run.ids[: run.length]
 
+    def parent(self, block: int) -> int:
+        """The block before this one, ``ROOT`` for the first of a branch. Cost: O(1)."""
+        run, at = self._runs[int(self._run_of[block])], int(self._position[block])
+        if at:
+            return int(run.ids[at - 1])
+        assert run.parent is not None
+        return int(run.parent.ids[run.parent.length - 1]) if run.parent is not self._root else ROOT
+
+    def path(self, block: int) -> Int32Array:
+        """All blocks from the first of the branch to this one. Cost: O(length) as arrays, O(1) per run."""
+        run, stop = self._after(block)
+        parts = [run.ids[:stop]]
+        while run.parent is not None and run.parent is not self._root:
+            run = run.parent
+            parts.append(run.ids[: run.length])
+        return np.concatenate(parts[::-1])
+
     def _after(self, block: int) -> tuple[_Run, int]:
         """The place in the tree just behind a block."""
         if block == ROOT:

@@ -1,23 +1,13 @@
 """A slow, obviously right model of the manager."""
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 from pagedkv.namespace import Namespace
-
-Path = tuple[Any, ...]
-
-
-class _Block:
-    """One block: how many sequences hold it, and the prefix it is cached for, if any."""
-
-    def __init__(self) -> None:
-        self.refs = 1
-        self.path: Path | None = None
+from pagedkv.reference_policies import REFERENCE_POLICIES, ModelBlock, Path
 
 
 class _Sequence:
-    def __init__(self, namespace: Namespace | None, blocks: list[_Block], length: int) -> None:
+    def __init__(self, namespace: Namespace | None, blocks: list[ModelBlock], length: int) -> None:
         self.namespace = namespace
         self.blocks = blocks
         self.length = length
@@ -30,17 +20,26 @@ class _Sequence:
 class ReferenceManager:
     """The rules of ``KVCacheManager``, one block at a time: lists, dicts and whole-prefix keys, no hashes."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_seqs: int = 256, watermark: float = 0.0) -> None:
-        """Make a model with the same sizes as the manager it is compared with."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_seqs: int = 256,
+        watermark: float = 0.0,
+        policy: str = "lru",
+    ) -> None:
+        """Make a model with the same sizes and policy as the manager it is compared with."""
         self.num_blocks, self.block_size, self.max_seqs = num_blocks, block_size, max_seqs
         self.watermark_blocks = int(watermark * num_blocks)
         self.free = num_blocks
-        self.by_path: dict[Path, _Block] = {}
-        self.cached: list[_Block] = []  # least recently used first
+        self.policy = REFERENCE_POLICIES[policy](num_blocks, block_size)
+        self.by_path: dict[Path, ModelBlock] = {}
+        self.cached: list[ModelBlock] = []  # least recently released first
         self.seqs: dict[Hashable, _Sequence] = {}
         self.evicted = self.copied = 0
+        self.pins: dict[int, list[ModelBlock]] = {}
         self.open_fences: list[int] = []
-        self.fenced: list[tuple[set[int], _Block]] = []  # (open fences that it waits for, block)
+        self.fenced: list[tuple[set[int], ModelBlock]] = []  # (open fences that it waits for, block)
 
     def state(self) -> tuple[object, ...]:
         """Everything that must agree with ``manager_state`` of the manager."""
@@ -50,6 +49,7 @@ class ReferenceManager:
             (self.evicted, self.copied),
             len(self.by_path),
             self.used_slots(),
+            len({id(block) for blocks in self.pins.values() for block in blocks}),
         )
 
     def used_slots(self) -> int:
@@ -64,7 +64,7 @@ class ReferenceManager:
     def open(self, seq_id: Hashable, tokens: Sequence[int], namespace: Namespace | None = None) -> int | None:
         """Cached tokens of the new sequence, or None."""
         length, size = len(tokens), self.block_size
-        hit: list[_Block] = []
+        hit: list[ModelBlock] = []
         while (len(hit) + 1) * size < length:
             block = self.by_path.get((namespace, *tokens[: (len(hit) + 1) * size]))
             if block is None:
@@ -79,6 +79,8 @@ class ReferenceManager:
             self._hold(block)
         seq = _Sequence(namespace, hit + self._take(fresh), length)
         seq.tokens = list(tokens[: len(hit) * size])
+        for block in hit:
+            self.policy.hit(block)
         self.seqs[seq_id] = seq
         return len(hit) * size
 
@@ -103,6 +105,7 @@ class ReferenceManager:
         for block in private:
             if block.path is not None:
                 del self.by_path[block.path]
+                self.policy.forgotten(block)
                 block.path = None
         for s, n in zip(seqs, grow, strict=True):
             s.blocks += [fresh.pop() for _ in range(n)]
@@ -154,7 +157,9 @@ class ReferenceManager:
     def _blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self.block_size - 1) // self.block_size
 
-    def _shared_tails(self, seqs: list[_Sequence]) -> tuple[list[_Sequence], list[_Block], list[_Block]]:
+    def _shared_tails(
+        self, seqs: list[_Sequence]
+    ) -> tuple[list[_Sequence], list[ModelBlock], list[ModelBlock]]:
         """Sequences that must copy their partial tail, tails that the last of their holders keeps, and
         tails that it would keep if nothing cached built on them.
         """
@@ -170,7 +175,7 @@ class ReferenceManager:
                 kept.append(block)
         return copies, kept, burdened
 
-    def _behind(self, block: _Block) -> list[Path]:
+    def _behind(self, block: ModelBlock) -> list[Path]:
         path = block.path
         if path is None:
             return []
@@ -178,24 +183,51 @@ class ReferenceManager:
 
     def _evict(self, paths: set[Path]) -> None:
         for path in paths:
-            self.cached.remove(self.by_path.pop(path))
+            block = self.by_path.pop(path)
+            self.cached.remove(block)
+            self.policy.forgotten(block)
             self.evicted += 1
             self.free += 1
 
-    def _take(self, count: int) -> list[_Block]:
+    def _take(self, count: int) -> list[ModelBlock]:
         for _ in range(count - self.free):
-            victim = self.cached.pop(0)
+            victim = self.policy.choose(self._leaves())
             assert victim.path is not None
+            self.cached.remove(victim)
             del self.by_path[victim.path]
+            self.policy.evicted(victim, self._leaves())
             self.evicted += 1
             self.free += 1
         self.free -= max(count, 0)
-        return [_Block() for _ in range(count)]
+        return [ModelBlock() for _ in range(count)]
 
-    def _hold(self, block: _Block) -> None:
+    def _leaves(self) -> list[ModelBlock]:
+        return [block for block in self.cached if not self._behind(block)]
+
+    def _hold(self, block: ModelBlock) -> None:
         if not block.refs:
             self.cached.remove(block)
         block.refs += 1
+
+    def pin(self, seq_id: Hashable, num_blocks: int, number: int) -> None:
+        """Hold the first blocks of a sequence."""
+        self.pins[number] = self.seqs[seq_id].blocks[:num_blocks]
+        for block in self.pins[number]:
+            block.refs += 1
+
+    def unpin(self, number: int) -> None:
+        """Let them go, deepest first."""
+        for block in reversed(self.pins.pop(number)):
+            self._release(block)
+
+    def retain(self, seq_id: Hashable, start: int, stop: int, priority: int) -> int:
+        """Set the priority of the full committed blocks that hold tokens of this range."""
+        seq = self.seqs[seq_id]
+        full = len(seq.tokens) // self.block_size
+        ids = {t // self.block_size for t in range(start, stop)} & set(range(full))
+        for i in sorted(ids):
+            self.policy.retain(seq.blocks[i], priority)
+        return len(ids)
 
     def open_fence(self, number: int) -> None:
         """Blocks given up from now on wait for it."""
@@ -209,15 +241,16 @@ class ReferenceManager:
         while self.fenced and not self.fenced[0][0]:
             self._give_up(self.fenced.pop(0)[1])
 
-    def _release(self, block: _Block) -> None:
+    def _release(self, block: ModelBlock) -> None:
         if self.open_fences:
             self.fenced.append((set(self.open_fences), block))
         else:
             self._give_up(block)
 
-    def _give_up(self, block: _Block) -> None:
+    def _give_up(self, block: ModelBlock) -> None:
         block.refs -= 1
         if not block.refs and block.path is not None:
             self.cached.append(block)
+            self.policy.released(block)
         elif not block.refs:
             self.free += 1

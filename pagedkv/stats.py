@@ -24,8 +24,8 @@ class ManagerStats:
     """State and counters of a manager at one moment.
 
     Blocks: ``free_blocks + cached_blocks + active_blocks == num_blocks``; ``fenced_blocks`` of the active
-    ones are held by fences alone. ``indexed_blocks`` can be found by content: the cached ones and the full
-    committed ones of open sequences.
+    ones are held by fences alone, ``pinned_blocks`` of them have a pin. ``indexed_blocks`` can be found by
+    content: the cached ones, and the full committed ones that are active.
 
     Slots: ``used_slots`` of the ``active_blocks * block_size`` are assigned to a token of an open sequence,
     written already or about to be, or belong to a full block that the prefix cache shares; a slot of
@@ -42,6 +42,7 @@ class ManagerStats:
     cached_blocks: int
     active_blocks: int
     fenced_blocks: int
+    pinned_blocks: int
     used_slots: int
     indexed_blocks: int
     num_seqs: int

@@ -6,7 +6,7 @@ own calls and compare ``state``.
 
 import hashlib
 import random
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ def manager_state(manager: KVCacheManager) -> tuple[object, ...]:
         (stats.evicted_blocks, stats.copied_blocks),
         stats.indexed_blocks,
         stats.used_slots,
+        stats.pinned_blocks,
     )
 
 
@@ -43,7 +44,9 @@ def snapshot(manager: KVCacheManager, ignore: Collection[str] = ("_seen", "_head
             return value.dtype.str, value.shape, value.tobytes()
         if isinstance(value, dict):
             return tuple((key, freeze(item)) for key, item in value.items())
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, Set):
+            return frozenset(map(freeze, value))
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
             return tuple(map(freeze, value))
         if not type(value).__module__.startswith("pagedkv") or isinstance(value, Namespace):
             return value
@@ -88,6 +91,7 @@ def random_walk(
     max_seqs: int = 4,
     vocabulary: int = 2,
     watermark: float = 0.0,
+    policy: str = "lru",
     before_op: Callable[[KVCacheManager], None] | None = None,
 ) -> KVCacheManager:
     """Do ``num_ops`` random operations on a manager and on the model; compare everything after each.
@@ -99,7 +103,7 @@ def random_walk(
     >>> random_walk(200, seed=1).stats().num_opened > 10
     True
     """
-    walk = _Walk(random.Random(seed), num_blocks, block_size, max_seqs, vocabulary, watermark)
+    walk = _Walk(random.Random(seed), num_blocks, block_size, max_seqs, vocabulary, watermark, policy)
     for number in range(num_ops):
         if before_op is not None:
             before_op(walk.manager)
@@ -122,6 +126,9 @@ _WEIGHTS = {
     "close": 6,
     "open_fence": 1,
     "signal": 2,
+    "pin": 1,
+    "unpin": 2,
+    "retain": 2,
 }
 
 
@@ -157,12 +164,16 @@ class _Walk:
         max_seqs: int,
         vocabulary: int,
         watermark: float,
+        policy: str,
     ) -> None:
         self.random = rng
         self.vocabulary = vocabulary
+        self.policy = policy
         self.max_len = num_blocks * block_size
-        self.manager = KVCacheManager(num_blocks, block_size, max_seqs=max_seqs, watermark=watermark)
-        self.model = ReferenceManager(num_blocks, block_size, max_seqs, watermark)
+        self.manager = KVCacheManager(
+            num_blocks, block_size, max_seqs=max_seqs, watermark=watermark, policy=policy
+        )
+        self.model = ReferenceManager(num_blocks, block_size, max_seqs, watermark, policy)
         self.manager.record_events(b"walk")
         self.shadow = ShadowStorage(num_blocks, block_size)
         self.follower = ShadowIndex()
@@ -272,6 +283,30 @@ class _Walk:
             fence = self.random.choice(self.model.open_fences)
             self.manager.signal(fence)
             self.model.signal(fence)
+
+    def pin(self) -> None:
+        seq_id = self._any()
+        if seq_id is None:
+            return
+        num_tokens = self.random.randint(0, len(self.model.seqs[seq_id].tokens))
+        num_blocks = num_tokens // self.model.block_size
+        if num_blocks:
+            self.model.pin(seq_id, num_blocks, self.manager.pin(seq_id, num_tokens))
+
+    def unpin(self) -> None:
+        if self.model.pins:
+            pin = self.random.choice(list(self.model.pins))
+            self.manager.unpin(pin)
+            self.model.unpin(pin)
+
+    def retain(self) -> None:
+        seq_id, priority = self._any(), self.random.choice([0, 35, 100])
+        if seq_id is None or self.policy != "priority":
+            return
+        committed = len(self.model.seqs[seq_id].tokens)
+        start, stop = sorted(self.random.randint(0, committed) for _ in range(2))
+        retained = self.manager.retain(seq_id, priority, start=start, stop=stop)
+        assert retained == self.model.retain(seq_id, start, stop, priority)
 
     def close(self) -> None:
         seq_id = self._any()

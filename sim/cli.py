@@ -16,6 +16,7 @@ EXAMPLES = """examples:
   pagedkv replay trace.jsonl.gz --gpu h100 --plot out.png
   pagedkv replay trace.jsonl.gz --hits-only --block-size 512 --num-blocks 10000
   pagedkv itl --model llama-3.1-70b --gpu h200 --batch 8
+  pagedkv bench attention --dtype bf16 int8         this machine against its memory
   pagedkv size --model qwen3-32b --gpu h100 --kv-dtype int8
 """
 

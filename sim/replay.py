@@ -28,6 +28,7 @@ class ReplaySetup:
     weight_bits: float = 16
     watermark: float = 0.01
     prefix_caching: bool = True
+    policy: str = "lru"
 
     @property
     def step_time(self) -> StepTimeModel:
@@ -87,6 +88,7 @@ def run_replay(
         max_seq_len=longest,
         prefix_caching=setup.prefix_caching,
         watermark=setup.watermark,
+        policy=setup.policy,
     )
     records = Engine(trace, manager, setup.step_time, setup.engine, on_progress).run()
     manager.check_invariants()

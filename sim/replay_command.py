@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pagedkv.errors import PagedKVError
+from pagedkv.policies import POLICIES
 from pagedkv.sim.console import human_bytes, progress, show_table
 from pagedkv.sim.engine import EngineConfig
 from pagedkv.sim.hits import Hits, replay_hits
@@ -39,7 +40,18 @@ BUILT_IN = "chat-long"
 BUILT_IN_REQUESTS = 2000
 
 HITS_ONLY_TAKES = frozenset(
-    ("run", "trace", "limit", "seed", "trace_block_size", "hits_only", "block_size", "num_blocks", "json")
+    (
+        "run",
+        "trace",
+        "limit",
+        "seed",
+        "trace_block_size",
+        "hits_only",
+        "block_size",
+        "num_blocks",
+        "policy",
+        "json",
+    )
 )
 
 
@@ -96,6 +108,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help=f"share of the pool kept for growth (default {ReplaySetup.watermark})",
     )
     group.add_argument(
+        "--policy",
+        choices=POLICIES,
+        help=f"what is evicted first (default {ReplaySetup.policy}); belady with --hits-only alone",
+    )
+    group.add_argument(
         "--no-prefix-caching", action="store_true", default=None, help="share nothing, keep nothing"
     )
     group = parser.add_argument_group("efficiency, as shares of the peak")
@@ -132,6 +149,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     if args.hits_only:
         return _run_hits(args)
+    if args.policy == "belady":
+        raise PagedKVError("--policy belady knows the future of a replay with --hits-only alone")
     quiet = check_outputs(args.trace, args.model, json=args.json, timeline=args.timeline, plot=args.plot)
     if args.plot is not None:
         require_plottable(args.plot)
@@ -165,7 +184,7 @@ def _setup(args: argparse.Namespace) -> ReplaySetup:
         ),
         weight_bits=option(args, "weight_bits"),
         prefix_caching=not args.no_prefix_caching,
-        **_stated(watermark=args.watermark),
+        **_stated(watermark=args.watermark, policy=args.policy),
     )
 
 
@@ -258,18 +277,19 @@ def _run_hits(args: argparse.Namespace) -> int:
     quiet = check_outputs(args.trace, json=args.json)
     trace = _read_trace(args)
     with progress("replaying", len(trace)) as update:
-        hits = replay_hits(trace, args.num_blocks or 0, option(args, "block_size"), update)
+        policy = args.policy or ReplaySetup.policy
+        hits = replay_hits(trace, args.num_blocks or 0, option(args, "block_size"), update, policy=policy)
     if not quiet:
-        _show_hits(trace, hits, bounded=args.num_blocks is not None)
+        _show_hits(trace, hits, policy, bounded=args.num_blocks is not None)
     if args.json is not None:
-        document = hits_document(trace.name, hits, _given(args))
+        document = hits_document(trace.name, hits, _given(args) | {"policy": policy})
         write_outputs((args.json, text_writer(to_json(document))))
     return 0
 
 
-def _show_hits(trace: Trace, hits: Hits, bounded: bool) -> None:
+def _show_hits(trace: Trace, hits: Hits, policy: str, bounded: bool) -> None:
     stats = hits.stats
-    pool = f"{stats.num_blocks:,} blocks" if bounded else "unbounded"
+    pool = f"{stats.num_blocks:,} blocks, {policy}" if bounded else "unbounded"
     show_table(
         f"{trace.name}: {hits.requests:,} requests, blocks of {stats.block_size} tokens, pool {pool}",
         ("prefix hits, counted by the manager", "value"),

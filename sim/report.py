@@ -48,6 +48,7 @@ def replay_document(result: ReplayResult, given: Mapping[str, Any] | None = None
             "bytes_per_token": spec.bytes_per_token,
             "watermark": setup.watermark,
             "prefix_caching": setup.prefix_caching,
+            "policy": setup.policy,
             "engine": asdict(setup.engine),
             "efficiency": asdict(setup.efficiency),
             **(given or {}),

@@ -18,9 +18,9 @@ from pagedkv import BlockPool, KVCacheManager, Media, Namespace, PagedKVError, P
 from pagedkv.block_cache import BlockCache
 from pagedkv.block_pool import FREE, NO_BLOCKS
 from pagedkv.content import SequenceExtra
-from pagedkv.eviction import LRUOrder
 from pagedkv.namespace import ExtraKeys
 from pagedkv.page_table import Int32Array, SeqId
+from pagedkv.policies.lru import LRU
 from pagedkv.prefix_index import PrefixIndex
 from pagedkv.tails import NO_TAILS
 from pagedkv.testing import ShadowStorage, manager_state, random_walk, snapshot
@@ -48,7 +48,7 @@ def visible(manager: KVCacheManager) -> object:
         (manager.tables.blocks.tolist(), manager.tables.seq_ids, extra, partial),
         (pool.ref_count.tolist(), pool.state.tolist()),
         pool._free[: pool.num_free].tolist(),
-        manager._cache.order.ids().tolist(),
+        manager._cache.policy.ids().tolist(),
         sorted((before, ids.tolist()) for before, ids in index.chains()),
         index.tokens[index.indexed].tolist(),
         [list(manager._cache.extra_keys._keys.get(x, ())) for x in index.extra[index.indexed].tolist()],
@@ -411,8 +411,8 @@ POINTS: dict[str, list[Point]] = {
     "open": [
         (SequenceExtra, "build"),
         (PrefixIndex, "match"),
-        (LRUOrder, "first"),
-        (LRUOrder, "_oldest"),
+        (LRU, "first"),
+        (LRU, "_oldest"),
         (BlockPool, "acquire"),
         (BlockPool, "_require"),
         (PageTable, "add"),
@@ -426,14 +426,14 @@ POINTS: dict[str, list[Point]] = {
         (PageTable, "row"),
         (BlockCache, "is_shared"),
         (PrefixIndex, "is_leaf"),
-        (LRUOrder, "first"),
+        (LRU, "first"),
         (BlockPool, "acquire"),
     ],
     "step": [
         (PageTable, "rows"),
         (BlockCache, "is_shared"),
         (PrefixIndex, "is_leaf"),
-        (LRUOrder, "first"),
+        (LRU, "first"),
         (BlockPool, "acquire"),
     ],
     "fork": [
@@ -583,11 +583,12 @@ def test_a_log_that_cannot_be_compacted_leaves_everything_as_it_was(
     manager = KVCacheManager(8, 2)
     manager.open("a", range(9))
     manager.commit("a", range(9))
-    order = manager._cache.order
+    order = manager._cache.policy
+    assert isinstance(order, LRU)
     while order._tail + 4 <= len(order._log):
         order._tail += 1  # as if something had been cached and used again
     act = {"close": lambda m, rng: m.close("a"), "truncate": lambda m, rng: m.truncate("a", 0)}[operation]
-    injector = Injector(monkeypatch, LRUOrder, "_compact")
+    injector = Injector(monkeypatch, LRU, "_compact")
     before = seen_state(manager)
     with pytest.raises(MemoryError, match="injected"):
         injector.run(act, manager, 0, fail_at=1)
@@ -736,8 +737,8 @@ def mutate_release_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def mutate_hit_protection(patch: pytest.MonkeyPatch) -> None:
-    original = LRUOrder.first
-    patch.setattr(LRUOrder, "first", lambda self, count, keep: original(self, count, NO_BLOCKS))
+    original = LRU.first
+    patch.setattr(LRU, "first", lambda self, count, keep: original(self, count, NO_BLOCKS))
 
 
 def mutate_hit_limit(patch: pytest.MonkeyPatch) -> None:
@@ -746,7 +747,7 @@ def mutate_hit_limit(patch: pytest.MonkeyPatch) -> None:
 
 
 def mutate_discard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LRUOrder, "discard", lambda self, ids: None)
+    patch.setattr(LRU, "discard", lambda self, ids: None)
 
 
 def mutate_sharing(patch: pytest.MonkeyPatch) -> None:
@@ -792,10 +793,8 @@ def mutate_committed_steps(patch: pytest.MonkeyPatch) -> None:
 
 
 def mutate_eviction_order(patch: pytest.MonkeyPatch) -> None:
-    original = LRUOrder.first
-    patch.setattr(
-        LRUOrder, "first", lambda self, count, keep: original(self, 10**6, keep)[::-1][: max(count, 0)]
-    )
+    original = LRU.first
+    patch.setattr(LRU, "first", lambda self, count, keep: original(self, 10**6, keep)[::-1][: max(count, 0)])
 
 
 def mutate_copied_content(patch: pytest.MonkeyPatch) -> None:

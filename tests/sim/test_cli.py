@@ -158,7 +158,8 @@ class TestReplay:
         assert (inputs["seed"], inputs["limit"], inputs["speed"]) == (0, 5, 1.0)
         assert inputs["memory_utilization"] is None
         hits = json.loads(printed(capsys, "replay", "--hits-only", "--limit", 5, "--json", "-"))
-        assert (hits["inputs"], hits["pagedkv_version"]) == ({"seed": 0, "limit": 5}, __version__)
+        assert hits["inputs"] == {"seed": 0, "limit": 5, "policy": "lru"}
+        assert hits["pagedkv_version"] == __version__
 
     def test_blocks_of_16_are_told_from_blocks_of_512(self, capsys: Capture, tmp_path: Path) -> None:
         """By the number of ids; another size has to be stated, and the message says how."""

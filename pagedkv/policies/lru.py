@@ -1,4 +1,4 @@
-"""The order in which cached blocks are given up: least recently used, leaves first."""
+"""Least recently used, leaves first: the default policy, a log that whole arrays are written to."""
 
 from collections.abc import Callable
 
@@ -6,12 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.page_table import Int32Array, Int64Array
+from pagedkv.policies.policy import BlockView, EvictionPolicy
 
 _NOWHERE = -1
 
 
-class LRUOrder:
-    """Cached blocks, least recently used first.
+class LRU(EvictionPolicy):
+    """Gives up what was released longest ago.
 
     A log of ids with lazy deletion: ``_place[id]`` is where the id's valid entry stands, so an older
     entry of the same id is void. Whole releases and whole evictions are single array operations,
@@ -22,14 +23,19 @@ class LRUOrder:
 
     Cost: O(1) amortised per block, whatever the number cached.
 
-    >>> order = LRUOrder(4)
-    >>> order.push(np.array([3, 1, 2], np.int32)); order.discard(np.array([1], np.int32))
-    >>> order.first(2, keep=np.array([3], np.int32)).tolist()
-    [2]
+    >>> from pagedkv import KVCacheManager
+    >>> manager = KVCacheManager(2, block_size=1, policy="lru")
+    >>> for seq_id, token in enumerate([7, 8, 7, 9, 7]):
+    ...     opened = manager.open(seq_id, [token], max_cached_tokens=1)
+    ...     manager.commit(seq_id, [token][opened.num_cached_tokens:]); manager.close(seq_id)
+    >>> manager.stats().hit_tokens
+    2
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        """Make an empty order for ids ``1..num_blocks``."""
+    def bind(self, view: BlockView) -> None:
+        """Make an empty order."""
+        super().bind(view)
+        num_blocks = view.num_blocks
         size = 2 * num_blocks + 64
         self._place: Int64Array = np.full(num_blocks + 1, _NOWHERE, np.int64)
         self._log: Int32Array = np.zeros(size, np.int32)

@@ -1,4 +1,4 @@
-"""The eviction order: least recently used first against a plain list, at a cost that does not grow."""
+"""The default policy: least recently used first against a plain list, at a cost that does not grow."""
 
 import random
 from typing import Any, cast
@@ -6,22 +6,30 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from pagedkv.eviction import LRUOrder
+from pagedkv.block_cache import BlockCache
 from pagedkv.page_table import Int32Array
+from pagedkv.policies.lru import LRU
 
 
 def ids(*values: int) -> Int32Array:
     return np.array(values, np.int32)
 
 
-def first(order: LRUOrder, count: int, *keep: int) -> list[int]:
+def order_of(num_blocks: int) -> LRU:
+    """An empty order for ids 1..num_blocks."""
+    order = LRU()
+    BlockCache(num_blocks, 1, order)
+    return order
+
+
+def first(order: LRU, count: int, *keep: int) -> list[int]:
     found: list[int] = order.first(count, keep=ids(*keep)).tolist()
     return found
 
 
 def test_the_first_pushed_is_the_first_given_up() -> None:
     """Within one push and between pushes, order of arrival is order of departure."""
-    order = LRUOrder(9)
+    order = order_of(9)
     order.push(ids(3, 1))
     order.push(ids(2))
     assert first(order, 2) == [3, 1]
@@ -30,7 +38,7 @@ def test_the_first_pushed_is_the_first_given_up() -> None:
 
 def test_a_block_pushed_again_counts_from_its_last_use() -> None:
     """Discarded or not in between, only the newest entry of an id is valid."""
-    order = LRUOrder(9)
+    order = order_of(9)
     order.push(ids(1, 2, 3))
     order.push(ids(1))
     order.discard(ids(2))
@@ -40,7 +48,7 @@ def test_a_block_pushed_again_counts_from_its_last_use() -> None:
 
 def test_what_is_kept_is_passed_over_and_stays() -> None:
     """``keep`` hides ids, cached or not, from this one call."""
-    order = LRUOrder(9)
+    order = order_of(9)
     order.push(ids(1, 2, 3))
     assert first(order, 2, 1, 9) == [2, 3]
     assert first(order, 9, 1, 2, 3) == []
@@ -49,7 +57,7 @@ def test_what_is_kept_is_passed_over_and_stays() -> None:
 
 def test_room_made_before_is_there_when_it_is_needed() -> None:
     """After ``make_room(n)`` a push of n moves no entry, however full the log was; the order stays."""
-    order = LRUOrder(50)
+    order = order_of(50)
     for _ in range(40):
         order.push(np.arange(1, 51, dtype=np.int32))
         order.discard(np.arange(1, 21, dtype=np.int32))
@@ -64,7 +72,7 @@ def test_room_made_before_is_there_when_it_is_needed() -> None:
 
 def test_discarding_what_is_not_there_changes_nothing() -> None:
     """Blocks that were never cached may be discarded."""
-    order = LRUOrder(4)
+    order = order_of(4)
     order.discard(ids(1, 4))
     order.push(ids(2))
     order.discard(ids(3))
@@ -73,7 +81,7 @@ def test_discarding_what_is_not_there_changes_nothing() -> None:
 
 def test_an_empty_order_and_a_count_of_zero_give_nothing() -> None:
     """No id, and an int32 array all the same."""
-    order = LRUOrder(1)
+    order = order_of(1)
     found = order.first(3, keep=ids())
     assert found.dtype == np.int32 and found.tolist() == []
     order.push(ids(1))
@@ -84,7 +92,7 @@ def test_an_empty_order_and_a_count_of_zero_give_nothing() -> None:
 def test_random_operations_agree_with_a_plain_list(num_blocks: int) -> None:
     """Pushes, discards and looks with any ``keep`` follow a list, through many compactions."""
     rng = random.Random(num_blocks)
-    order = LRUOrder(num_blocks)
+    order = order_of(num_blocks)
     size = len(order._log)
     model: list[int] = []
     pushed = 0
@@ -113,7 +121,7 @@ def test_random_operations_agree_with_a_plain_list(num_blocks: int) -> None:
 
 def test_first_changes_nothing() -> None:
     """Looking, with or without ``keep``, leaves entries, places and later answers as they were."""
-    order = LRUOrder(5)
+    order = order_of(5)
     order.push(ids(4, 2, 5, 1))
     order.discard(ids(2))
     before = (order._log.tolist(), order._place.tolist(), order._tail, order.ids().tolist())
@@ -125,7 +133,7 @@ def test_first_changes_nothing() -> None:
 @pytest.mark.parametrize("num_blocks", [1, 5, 64])
 def test_the_log_never_outgrows_its_array(num_blocks: int) -> None:
     """All blocks pushed again and again: compaction makes room, and the order stays right."""
-    order = LRUOrder(num_blocks)
+    order = order_of(num_blocks)
     size = len(order._log)
     everything = list(range(1, num_blocks + 1))
     for round_number in range(3 * size):
@@ -150,7 +158,7 @@ class CountingLog(np.ndarray[Any, Any]):
 def entries_read_per_eviction(num_blocks: int, batch: int, cycles: int) -> float:
     """Evict ``batch`` blocks and release as many, again and again, while hits come and go."""
     rng = random.Random(num_blocks)
-    order = LRUOrder(num_blocks)
+    order = order_of(num_blocks)
     order.push(np.arange(1, num_blocks + 1, dtype=np.int32))
     order._log = cast("Int32Array", order._log.view(CountingLog))
     CountingLog.read = 0
@@ -185,7 +193,7 @@ def test_work_per_eviction_stays_small_with_compactions_counted(num_blocks: int)
 @pytest.mark.parametrize("looks", [1, 10, 100])
 def test_a_void_stretch_is_read_twice_at_most(num_blocks: int, looks: int) -> None:
     """A long void stretch before the oldest block costs two passes, however many looks follow."""
-    order = LRUOrder(num_blocks)
+    order = order_of(num_blocks)
     order.push(np.arange(1, num_blocks + 1, dtype=np.int32))
     order.discard(np.arange(1, num_blocks - looks + 1, dtype=np.int32))
     order._log = cast("Int32Array", order._log.view(CountingLog))
