@@ -59,7 +59,7 @@ def paged_attention(
             those wholly before its window, are ignored.
         seq_lens: [num_seqs] int32, KV entries of each sequence including the tokens of this step, 0 and more.
         scale: factor of the logits, ``1 / sqrt(head_dim)`` by default.
-        k_scale, v_scale: [num_blocks, num_kv_heads, block_size] fp32, for int8 and only then.
+        k_scale, v_scale: [num_blocks, num_kv_heads, block_size] fp32, for int8 and only then; not negative.
         window: see only the last ``window`` positions, that of the query token among them; for a layer of a
             storage this is ``kv.window``. None: see all.
         sinks: [num_q_heads], a learned logit per head that takes weight but has no value (as in gpt-oss);
@@ -70,8 +70,8 @@ def paged_attention(
         block_mass: like ``lse`` with max_blocks as a last dimension, fp32, filled in place if given with the
             share of the attention that each block of the table row takes, ``sum_j exp(s[j] - lse)`` over its
             positions: what an eviction of blocks by attention needs. Sums to 1 over a row without sinks.
-        plan: the division of work of ``plan_splits``, made once per step for all layers of one window. Only
-            the triton backend splits by it, and makes its own per call without one.
+        plan: the division of work of ``plan_splits`` for as many sequences, made once per step for all layers
+            of one window. Only the triton backend splits by it, and makes its own per call without one.
         backend: a name from ``backends()``, or "auto" for the fastest that serves the call.
 
     Returns:
@@ -81,7 +81,7 @@ def paged_attention(
         PagedKVError: a shape, dtype, device, option or length that does not fit, an unknown backend, one
             that is not available here, or one that does not do what the call asks for.
         BlockError: an entry of ``block_tables`` that would be read is no row of ``k``.
-        On an accelerator the contents of ``block_tables`` and ``seq_lens`` are checked only with
+        On an accelerator the contents of ``block_tables``, ``seq_lens`` and ``plan`` are checked only with
         PAGEDKV_DEBUG=1 in the environment, since looking makes the host wait.
 
     Cost: reads ``min(seq_len, window)`` keys and values per sequence and KV head, rounded up to blocks.

@@ -15,6 +15,9 @@ QUERY_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # More query tokens per sequence are a prefill, which other kernels do better.
 MAX_QUERY_LEN = 8
 
+# No cache is longer, and the position of a query token less a window is still an int32.
+MAX_WINDOW = 2**31 - 1 - MAX_QUERY_LEN
+
 # On an accelerator a look at ids and lengths makes the host wait, so it is for hunting bugs only.
 DEBUG = os.environ.get("PAGEDKV_DEBUG", "0") not in ("", "0")
 
@@ -88,6 +91,14 @@ class AttentionArguments:
         """The values are the leading part of the keys (MLA), so that reading the keys reads both."""
         return self.v.data_ptr() == self.k.data_ptr() and self.v.stride() == self.k.stride()
 
+    @property
+    def looks_inside(self) -> bool:
+        """Whether contents are checked: always on a CPU, where looking is cheap, else with PAGEDKV_DEBUG=1.
+
+        On an accelerator the host would wait.
+        """
+        return DEBUG or self.q.device.type == "cpu"
+
     def spans(self) -> list[tuple[int, int]]:
         """Per sequence its length and the first position that is read. The host waits for ``seq_lens``."""
         lengths: list[int] = self.seq_lens.tolist()
@@ -103,10 +114,9 @@ class AttentionArguments:
     def check_contents(self) -> None:
         """Raise unless sequences fit their table row and the entries that will be read name blocks of ``k``.
 
-        Looking is cheap on a CPU. On an accelerator the host would wait, so there it is done only with
-        PAGEDKV_DEBUG=1 in the environment. Backends call this, unless they look for themselves.
+        Done only where ``looks_inside``. Backends call this, unless they look for themselves.
         """
-        if self.q.device.type != "cpu" and not DEBUG:
+        if not self.looks_inside:
             return
         max_blocks, num_blocks = self.block_tables.shape[1], self.k.shape[0]
         lengths = self.seq_lens.long()
@@ -202,7 +212,7 @@ class AttentionArguments:
         if not math.isfinite(self.scale):
             raise PagedKVError(f"scale must be finite, got {self.scale}")
         if self.window is not None:
-            checked_window(self.window)
+            self.window = checked_window(self.window)
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise PagedKVError(f"softcap must be positive and finite, got {self.softcap}")
         if self.sinks is not None:
@@ -210,12 +220,18 @@ class AttentionArguments:
 
     def _check_outputs(self) -> None:
         leading = self.q.shape[:-1]
-        self._check_tensor("out", self.out, (*leading, self.v.shape[3]), self.q.dtype)
+        self._check_output("out", self.out, (*leading, self.v.shape[3]), self.q.dtype)
         if self.lse is not None:
-            self._check_tensor("lse", self.lse, leading, torch.float32)
+            self._check_output("lse", self.lse, leading, torch.float32)
         if self.block_mass is not None:
             shape = (*leading, self.block_tables.shape[1])
-            self._check_tensor("block_mass", self.block_mass, shape, torch.float32)
+            self._check_output("block_mass", self.block_mass, shape, torch.float32)
+
+    def _check_output(self, name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._check_tensor(name, x, shape, dtype)
+        steps = x.stride()
+        if 0 in steps and any(size > 1 and step == 0 for size, step in zip(shape, steps, strict=True)):
+            raise PagedKVError(f"{name} {_shape(x)} is expanded (strides {steps}): its entries share memory")
 
     def _check_tensor(self, name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
         fits = x.dtype == dtype if dtype is not None else x.is_floating_point()
@@ -237,13 +253,13 @@ class AttentionArguments:
 
 
 def checked_window(window: object) -> int:
-    """The window as an int; ``PagedKVError`` unless it is a whole number of at least 1."""
+    """The window as an int, ``MAX_WINDOW`` at most; ``PagedKVError`` unless a whole number of at least 1."""
     # numpy integers are Integral too; True is a mistake, not 1
     if not isinstance(window, Integral) or isinstance(window, bool) or int(window) < 1:
         raise PagedKVError(
             f"window must be an integer of at least 1 (the token of this step), got {window!r}"
         )
-    return int(window)
+    return min(int(window), MAX_WINDOW)
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ import torch
 from pagedkv import native
 from pagedkv.attention.arguments import AttentionArguments
 
-_LAYOUT = "11q9q16q14q5q2d2q"
+_LAYOUT = "11q9q16q14q5q2d"
 
 _OK, _BAD_LENGTH, _BAD_BLOCK, _NO_MEMORY, _NO_KERNEL = range(5)
 
@@ -50,7 +50,8 @@ def attend(args: AttentionArguments) -> None:
     """Fill ``args.out``, ``args.lse`` and ``args.block_mass``. Lengths and block ids are checked on the way.
 
     Cost: one pass over the keys and values read, on up to ``torch.get_num_threads()`` threads, without the
-    GIL. Results are the same for any number of threads and in any batch.
+    GIL: nobody may change the tables or lengths meanwhile. Results are the same for any number of threads and
+    in any batch.
     """
     q, k, v, out, lse, mass = args.q, args.k, args.v, args.out, args.lse, args.block_mass
     k_scale, v_scale, sinks = args.k_scale, args.v_scale, args.sinks
@@ -100,8 +101,6 @@ def attend(args: AttentionArguments) -> None:
         native.isa(),
         args.scale,
         args.softcap or 0.0,
-        0,
-        0,
     )
     status = native.library().pagedkv_attend(address)
     if status != _OK:

@@ -20,12 +20,16 @@ def write_kv(values: Tensor, scale: Tensor | None, new: Tensor, slot_mapping: Te
     Args:
         values: [rows, heads, slots, dim], a storage dtype, any strides.
         scale: [rows, heads, slots] fp32 for int8, else None.
-        new: [n, heads, dim], any float dtype, any strides. For int8 it is finite, or a scale will not be.
+        new: [n, heads, dim], any float dtype, any strides; a view of the cache itself is copied first. For
+            int8 it is finite, or a scale will not be.
         slot_mapping: [n] int64, ``row * slots + offset`` of a row of ``values``, each at most once. A
             negative slot writes nothing (with torch on an accelerator it writes into row ``NULL_BLOCK``).
 
     Cost: reads and writes n vectors; on an accelerator the host does not wait.
     """
+    if new.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
+        # rows are written in any order, some perhaps before they are read
+        new = new.clone()
     if values.device.type == "cuda" and _has_triton():
         from pagedkv import triton_write
 

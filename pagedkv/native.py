@@ -76,6 +76,9 @@ def _load() -> ctypes.CDLL | str:
         getattr(library, name).argtypes = [ctypes.c_void_p]
     library.pagedkv_read_blocks.restype = ctypes.c_uint64
     library.pagedkv_advise_huge.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    best = int(library.pagedkv_best_isa())
+    if _isa > best:
+        return f"PAGEDKV_CPU_ISA asks for {ISAS[_isa]}, the best of this CPU is {ISAS[best]}"
     return library
 
 
@@ -119,8 +122,16 @@ def isa() -> int:
 
 @contextmanager
 def force_isa(name: str) -> Iterator[None]:
-    """Ask for an instruction set in all threads, while the context lasts: for tests and comparisons."""
+    """Ask for an instruction set in all threads, while the context lasts: for tests and comparisons.
+
+    Raises:
+        PagedKVError: it is not "auto" and not one of ``available_isas()``.
+    """
     global _isa
+    if name not in ("auto", *available_isas()):
+        raise PagedKVError(
+            f"no instruction set {name!r} here, there are: auto, {', '.join(available_isas())}"
+        )
     before, _isa = _isa, ISAS.index(name)
     try:
         yield

@@ -159,9 +159,9 @@ class KVStorage:
                 fp8 cannot hold becomes what torch makes of it).
             v: [n, num_kv_heads, v_head_dim], likewise; None for MLA, whose values are part of ``k``.
             slot_mapping: [n] int64, ``block_id * block_size + offset``, every slot at most once. A negative
-                slot (``PAD_SLOT``) is a padded row, which writes nothing and may hold anything. On an
-                accelerator it lands in ``NULL_BLOCK``, which nobody reads, since the host cannot see which
-                rows to drop.
+                slot (``PAD_SLOT``) is a padded row, which writes nothing and may hold anything. (On an
+                accelerator without Triton it lands in ``NULL_BLOCK``, which nobody reads, since the host
+                cannot see which rows to drop.)
 
         Raises:
             PagedKVError: a wrong shape, dtype, device or layer.

@@ -19,7 +19,7 @@ from pagedkv.attention.triton_backend.int8_kernel import int8_kernel
 from pagedkv.attention.triton_backend.mass_kernel import mass_kernel
 from pagedkv.attention.triton_backend.merge_kernel import merge_kernel
 from pagedkv.attention.triton_backend.mla_kernel import mla_kernel
-from pagedkv.attention.triton_backend.plan import default_target, plan_splits
+from pagedkv.attention.triton_backend.plan import check_plan, default_target, plan_splits
 
 # Parts that the merge loads at once, and blocks that one program of the mass kernel serves.
 MERGE_PARTS, MASS_COLUMNS = 16, 1024
@@ -91,6 +91,8 @@ def attend(args: AttentionArguments) -> None:
     if plan is None:
         target = default_target(args.q.device, args.k.shape[1])
         plan = plan_splits(args.seq_lens, target=target, q_len=args.q_len, window=args.window)
+    elif args.looks_inside:
+        check_plan(plan, num_seqs)
     with on_device(args.q):
         for launch in launches(args, plan):
             launch.run()

@@ -1,5 +1,7 @@
 """``plan_splits``: decide on the device how sequences are cut into work items."""
 
+from itertools import pairwise
+
 import torch
 import triton
 from torch import Tensor
@@ -92,6 +94,21 @@ def plan_splits(
             num_warps=4,
         )
     return out
+
+
+def check_plan(plan: Tensor, num_seqs: int) -> None:
+    """Raise ``PagedKVError`` unless the plan is one for so many sequences, of any lengths. The host waits."""
+    entries = plan.tolist()
+    indptr, items = entries[1 : num_seqs + 2], entries[num_seqs + 2 :]
+    num_parts = [end - begin for begin, end in pairwise(indptr)]
+    split = [seq for seq, n in enumerate(num_parts) for _ in range(n)]
+    whole = [seq for seq, n in enumerate(num_parts) if n == 0]
+    surplus = len(items) - len(split) - len(whole)
+    if indptr[0] != 0 or items != [*split, *whole, *[-1] * surplus]:
+        raise PagedKVError(
+            f"plan must come from plan_splits for {num_seqs} sequences: "
+            f"its indptr {indptr[:4]}... and its work items {items[:4]}... do not agree"
+        )
 
 
 def default_target(device: torch.device, num_kv_heads: int) -> int:

@@ -20,6 +20,8 @@ import triton.language as tl
 def work_item(plan, item, num_seqs):
     """Sequence, part and number of parts of a work item. A sequence of -1: there is nothing to do."""
     seq = tl.load(plan + num_seqs + 2 + item)
+    # a plan for more sequences is a mistake, but must not write outside
+    seq = tl.where(seq < num_seqs, seq, -1)
     row = tl.maximum(seq, 0)
     begin = tl.load(plan + 1 + row)
     num_parts = tl.load(plan + 2 + row) - begin

@@ -43,7 +43,6 @@ struct AttendCall {
     int64_t threads;              // at most so many, the caller's among them
     int64_t isa;                  // kAuto, or one to force
     double scale, softcap;        // softcap 0: none
-    int64_t bad_row, bad_column;  // set with kBadLength and kBadBlock
 };
 
 struct ReadCall {
@@ -74,7 +73,7 @@ PAGEDKV_EXPORT int64_t pagedkv_abi_version();
 // Best instruction set of this CPU that was compiled in, as an Isa.
 PAGEDKV_EXPORT int64_t pagedkv_best_isa();
 
-// Fills out, lse and block_mass. A Status; nothing is written unless it is kOk.
+// Fills out, lse and block_mass. A Status; nothing is written with kBadLength or kBadBlock.
 PAGEDKV_EXPORT int64_t pagedkv_attend(pagedkv::AttendCall* call);
 
 // Reads every byte of the blocks that attention would read, in the same order on the same threads, and does

@@ -41,7 +41,9 @@ struct Attention {
 void work(Attention& attention);
 
 // Writes out, lse and block_mass of KV head `head` of a sequence from the partial results of its chunks.
-void finish(const Attention& attention, int64_t seq, int head, const PartialRows* chunks, int64_t num_chunks);
+// mixed: scratch of v_head_dim + 16 floats.
+void finish(const Attention& attention, int64_t seq, int head, const PartialRows* chunks, int64_t num_chunks,
+            float* mixed);
 
 // Logarithms of block sums are kept in block_mass until lse is known.
 void start_block_mass(const Attention& attention, const Item& item);

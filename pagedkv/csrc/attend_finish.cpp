@@ -6,7 +6,6 @@
 #include <cmath>
 
 #include "attend.h"
-#include "scratch.h"
 
 namespace pagedkv {
 
@@ -53,12 +52,10 @@ void start_block_mass(const Attention& a, const Item& item) {
                                 h * call.mass_stride[2] + b * call.mass_stride[3]] = -INFINITY;
 }
 
-void finish(const Attention& a, int64_t seq, int head, const PartialRows* chunks, int64_t num_chunks) {
+void finish(const Attention& a, int64_t seq, int head, const PartialRows* chunks, int64_t num_chunks,
+            float* mixed) {
     const AttendCall& call = *a.call;
     const int64_t dim = call.v_head_dim;
-    Buffer& buffer = thread_scratch(kWriteScratch);
-    if (!buffer.reserve((size_t)(dim + 16) * sizeof(float))) return;
-    float* mixed = (float*)buffer.data;
     for (int row = 0; row < a.rows; row++) {
         const int token = row / a.group_size, q_head = head * a.group_size + row % a.group_size;
         float top = call.sinks ? call.sinks[q_head] * kLog2E : -INFINITY;

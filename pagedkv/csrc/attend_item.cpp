@@ -235,7 +235,7 @@ void finish_item(Attention& a, const Item& item, const Workspace& w) {
     if (item.num_chunks == 1) {
         for (int head = item.head_begin; head < item.head_end; head++) {
             const PartialRows rows = rows_of(a, item, head, w);
-            finish(a, item.seq, head, &rows, 1);
+            finish(a, item.seq, head, &rows, 1, w.row);
         }
         return;
     }
@@ -245,7 +245,7 @@ void finish_item(Attention& a, const Item& item, const Workspace& w) {
     for (int head = item.head_begin; head < item.head_end; head++) {
         for (int64_t c = 0; c < item.num_chunks; c++)
             chunks[c] = a.partial(a.items.chunks_before(item.seq) + c, head);
-        finish(a, item.seq, head, chunks, item.num_chunks);
+        finish(a, item.seq, head, chunks, item.num_chunks, w.row);
     }
 }
 

@@ -9,15 +9,6 @@
 #include "kernels.h"
 #include "thread_pool.h"
 
-#if defined(_WIN32)
-#include <errno.h>
-#else
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <cerrno>
-#endif
-
 namespace pagedkv {
 
 namespace {
@@ -32,7 +23,6 @@ struct Reading {
     std::atomic<int> sum;
     float (*stretch)(const char*, const char*, int64_t);
 };
-
 
 float read_block(float (*stretch)(const char*, const char*, int64_t), const char* pool, int64_t id, int64_t next,
                  int64_t later, int64_t stride, int64_t bytes) {
@@ -78,19 +68,4 @@ PAGEDKV_EXPORT uint64_t pagedkv_read_blocks(const pagedkv::ReadCall* call) {
     Reading reading{call, {0}, {0}, choose_kernels(kAuto, kFp32, kFp32, 1)->read_stretch};
     run_on_threads(read_items, &reading, (int)call->threads);
     return reading.sum.load();
-}
-
-PAGEDKV_EXPORT int64_t pagedkv_advise_huge(void* start, int64_t bytes) {
-#if defined(MADV_HUGEPAGE)
-    // whole pages only: the edges may belong to somebody else
-    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
-    const uintptr_t begin = ((uintptr_t)start + page - 1) / page * page;
-    const uintptr_t end = ((uintptr_t)start + (uintptr_t)bytes) / page * page;
-    if (begin >= end) return 0;
-    return madvise((void*)begin, end - begin, MADV_HUGEPAGE) ? errno : 0;
-#else
-    (void)start;
-    (void)bytes;
-    return ENOSYS;
-#endif
 }

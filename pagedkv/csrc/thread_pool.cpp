@@ -4,9 +4,9 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -52,7 +52,7 @@ class Pool {
         while (size_ < helpers) {
             try {
                 std::thread(&Pool::help, this).detach();  // lives as long as the process
-            } catch (const std::system_error&) {
+            } catch (const std::exception&) {
                 return;  // no more threads to be had: those there are do the work
             }
             size_++;

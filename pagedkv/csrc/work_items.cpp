@@ -51,19 +51,13 @@ Status WorkItems::plan(AttendCall* call) {
     int64_t tokens = 0;
     for (int64_t seq = 0; seq < num_seqs_; seq++) {
         const int64_t n = call->seq_lens[seq * call->seq_lens_stride];
-        if (n < 0 || n > limit) {
-            call->bad_row = seq;
-            return kBadLength;
-        }
+        if (n < 0 || n > limit) return kBadLength;
         const Span s = span(seq);
         const int32_t* table = call->block_tables + seq * call->table_stride[0];
         const int64_t last = s.end > s.first ? (s.end - 1) / call->block_size : -1;
         for (int64_t b = s.first / call->block_size; b <= last; b++)
-            if ((uint64_t)(int64_t)table[b * call->table_stride[1]] >= (uint64_t)call->num_blocks) {
-                call->bad_row = seq;
-                call->bad_column = b;
+            if ((uint64_t)(int64_t)table[b * call->table_stride[1]] >= (uint64_t)call->num_blocks)
                 return kBadBlock;
-            }
         const int64_t c = chunk_tokens(*call, s.end - s.first);
         const int64_t chunks = s.end > s.first ? (s.end - 1) / c - s.first / c + 1 : 1;
         before_[seq + 1] = before_[seq] + chunks;

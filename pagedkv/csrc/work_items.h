@@ -29,7 +29,7 @@ struct Item {
 
 class WorkItems {
   public:
-    // False if a length or a block id is out of range; call->bad_row and bad_column say where.
+    // Checks lengths and block ids on the way.
     Status plan(AttendCall* call);
 
     int64_t size() const { return num_chunks_ * head_parts_; }

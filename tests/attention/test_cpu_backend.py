@@ -270,30 +270,6 @@ def test_python_threads_do_not_disturb_each_other() -> None:
     assert not wrong
 
 
-FORK = """
-import os, torch
-from pagedkv.attention.testing import make_batch
-torch.set_num_threads(3)
-batch = make_batch([4000], heads=(8, 4), dims=(64, 64), block_size=16).to(torch.float32)
-before = batch.attend("native")
-child = os.fork()
-same = torch.equal(batch.attend("native"), before)
-if child == 0:
-    os._exit(0 if same else 1)
-_, status = os.waitpid(child, 0)
-print(same and os.waitstatus_to_exitcode(status) == 0)
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
-def test_works_on_both_sides_of_a_fork() -> None:
-    """The child's pool is its own; nobody waits for threads that it does not have."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.strip() == "True"
-
-
 def test_blocks_beyond_two_to_the_31_elements_are_found() -> None:
     """Addresses are computed in 64 bits. The pool is virtual: only its ends are ever touched."""
     blocks = 2**31 // (16 * 64) + 8
@@ -390,3 +366,13 @@ def test_an_unknown_instruction_set_is_refused() -> None:
         check=False,
     )
     assert "PAGEDKV_CPU_ISA is 'mmx', must be one of auto, portable, avx2" in done.stderr
+
+
+def test_an_instruction_set_that_this_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for in the environment it is the reason why there is no native backend; never a crash."""
+    with pytest.raises(PagedKVError, match="no instruction set 'avx1024' here, there are: auto, portable"):
+        native.force_isa("avx1024").__enter__()
+    monkeypatch.setattr(native, "ISAS", (*native.ISAS, "avx1024"))
+    monkeypatch.setattr(native, "_isa", len(native.ISAS) - 1)
+    reason = native._load.__wrapped__()
+    assert reason == f"PAGEDKV_CPU_ISA asks for avx1024, the best of this CPU is {ISAS[-1]}"

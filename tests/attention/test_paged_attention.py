@@ -503,6 +503,14 @@ def test_a_query_that_wants_gradients_gets_none(backend: str) -> None:
     assert not attend(batch, backend).requires_grad
 
 
+@every_backend
+@pytest.mark.parametrize("window", [2**31 - 1, 2**40, 2**63 - 1, 2**70])
+def test_a_window_beyond_every_length_is_none(backend: str, window: int) -> None:
+    """Also for query tokens that stand before their sequence: no position less a window may wrap around."""
+    batch = make_batch([0, 2, 9, 40], q_len=8)
+    assert torch.equal(attend(batch, backend, window=window), attend(batch, backend))
+
+
 # --- misuse -------------------------------------------------------------------------------------------------
 
 GOOD = make_batch([5, 9])
@@ -555,6 +563,12 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "out of another dtype": ({"out": GOOD.q.float()}, "out must be torch.float64 .* got torch.float32"),
     "lse of another shape": ({"lse": torch.ones(2, 2)}, r"lse must be torch.float32 \(2, 4\)"),
     "fp64 lse": ({"lse": torch.ones(2, 4).double()}, "lse must be torch.float32"),
+    "expanded out": (
+        {"out": torch.empty(1, 4, 8).double().expand(2, 4, 8)},
+        r"out \(2, 4, 8\) is expanded \(strides \(0, 8, 1\)\)",
+    ),
+    "expanded lse": ({"lse": torch.empty(2, 1).expand(2, 4)}, r"lse \(2, 4\) is expanded"),
+    "expanded mass": ({"block_mass": torch.empty(1).expand(2, 4, 5)}, "block_mass .* is expanded"),
     "another device": ({"v": GOOD.v.to("meta")}, "v is on meta, q on cpu"),
     "q_len of 9": ({"q": torch.zeros(2, 9, 4, 8)}, r"q_len must be 1\.\.8, got q \(2, 9, 4, 8\)"),
     "q_len of 0": ({"q": torch.zeros(2, 0, 4, 8)}, r"q_len must be 1\.\.8, got q \(2, 0, 4, 8\)"),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pagedkv import native
+from pagedkv.kv_write import write_kv
 from pagedkv.quantization import quantize
 
 pytestmark = pytest.mark.skipif(native.reason() is not None, reason=str(native.reason()))
@@ -147,3 +148,14 @@ def test_what_it_cannot_write_is_named() -> None:
             native.unsupported_write(torch.zeros(1, dtype=dtype), torch.zeros(1))
         )
     assert native.unsupported_write(torch.zeros(1), torch.zeros(1)) is None
+
+
+def test_tokens_may_move_within_the_cache() -> None:
+    """The source is a view of the target: every token one slot further, on several threads and on one."""
+    for n in (30, 3000):
+        values = torch.randn(188, 16, 4, 64).transpose(1, 2)
+        tokens = values.transpose(1, 2).flatten(0, 1)
+        assert tokens.data_ptr() == values.data_ptr()
+        before = tokens.clone()
+        write_kv(values, None, tokens[:n], torch.arange(1, n + 1))
+        assert torch.equal(tokens[1 : n + 1], before[:n])

@@ -192,6 +192,15 @@ def test_a_plan_for_other_lengths_costs_balance_only() -> None:
         assert_same(outputs(batch, "triton", plan=plan), wanted, 2e-6)
 
 
+@pytest.mark.parametrize("num_seqs", [1, 3])
+def test_a_plan_for_another_batch_size_is_refused(num_seqs: int) -> None:
+    """Its length may fit all the same. On a device only the debug mode sees it."""
+    batch = batch_of([300, 20], heads=(2, 1))
+    plan = plan_splits(torch.full((num_seqs,), 400, dtype=torch.int32), target=12)
+    with pytest.raises(PagedKVError, match="plan must come from plan_splits for 2 sequences: its indptr"):
+        batch.attend("triton", plan=plan)
+
+
 def test_growing_lengths_in_the_same_buffers() -> None:
     """What a captured graph replays: the plan is made again in place, the launches stay what they were."""
     batch = batch_of([600, 400], heads=(2, 1))
