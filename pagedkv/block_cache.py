@@ -53,6 +53,7 @@ class BlockCache:
         ``doomed`` cached blocks, children first, are evicted in any case, and before any other.
         """
         victims = self._victims(max(0, num_new - self.pool.num_free), shared, doomed)
+        num_idle = self.pool.num_cached
         new = self.pool.acquire(num_new, shared, victims)
         try:
             self.forget(victims)
@@ -60,7 +61,7 @@ class BlockCache:
             for ids in (new[::-1], shared):
                 self.pool.release(ids, self.index.indexed[ids])
             raise
-        if len(shared):
+        if self.pool.num_cached + len(victims) < num_idle:  # some of the shared were idle
             self.policy.discard(shared)
         if len(victims):
             if len(doomed):
