@@ -6,6 +6,8 @@ from pagedkv.attention.arguments import checked_window
 from pagedkv.attention.op import paged_attention_op
 from pagedkv.errors import PagedKVError
 
+_TENSORS = ("q", "k", "v", "block_tables", "seq_lens")
+
 
 def paged_attention(
     q: Tensor,
@@ -98,6 +100,9 @@ def paged_attention(
     >>> [round(x, 4) for x in mass.flatten().tolist()]
     [0.1636, 0.1636, 0.6728]
     """
+    for name, x in zip(_TENSORS, (q, k, v, block_tables, seq_lens), strict=True):
+        if not isinstance(x, Tensor):
+            raise PagedKVError(f"{name} must be a tensor, got {type(x).__name__}")
     if out is None:
         out = q.new_empty(*q.shape[:-1], *v.shape[3:])
     if scale is None:

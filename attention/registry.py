@@ -89,8 +89,10 @@ def _fastest_for(args: AttentionArguments) -> Backend:
 def _load(name: str) -> tuple[Backend | None, str]:
     try:
         module = importlib.import_module(_MODULES[name])
-    except ImportError as error:
-        return None, str(error)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("pagedkv"):
+            raise  # a mistake of ours is no missing package
+        return None, f"no module {error.name}; install it with: pip install {error.name}"
     reason: str | None = module.unavailable()
     if reason is not None:
         return None, reason

@@ -3,6 +3,8 @@
 What merely does not fit *now* is no error: the call returns ``None`` or ``False``.
 """
 
+import operator
+
 
 class PagedKVError(ValueError):
     """Base of every error that pagedkv raises for a caller's mistake."""
@@ -28,3 +30,14 @@ def check(holds: bool, what: str) -> None:
     """Raise ``AssertionError`` unless an invariant holds: our own bug, never the caller's mistake."""
     if not holds:
         raise AssertionError(f"broken invariant: {what}")
+
+
+def require_count(name: str, value: int, least: int) -> int:
+    """Whole number of at least ``least`` as a Python int, whatever integer type it came in."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = least - 1
+    if isinstance(value, bool) or count < least:
+        raise PagedKVError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return count

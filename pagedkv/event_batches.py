@@ -24,10 +24,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
-
 from pagedkv.content import as_token_array
-from pagedkv.errors import PagedKVError
+from pagedkv.errors import PagedKVError, require_count
 from pagedkv.events import BlocksRemoved, BlocksStored, Event
 
 HashKind = Literal["int", "bytes"]
@@ -217,12 +215,6 @@ def _event(fields: Any, number: int) -> StreamEvent:
 def _digest(value: int | bytes) -> bytes:
     # some engines write the same 64 bits as a signed number
     return value if isinstance(value, bytes) else (value % 2**64).to_bytes(8, "big")
-
-
-def require_count(name: str, value: int, least: int) -> None:
-    """Refuse what is no whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise PagedKVError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
 def require_msgspec() -> ModuleType:

@@ -6,14 +6,13 @@ from itertools import islice
 
 import numpy as np
 
-from pagedkv.errors import PagedKVError
+from pagedkv.errors import PagedKVError, require_count
 from pagedkv.event_batches import (
     BlocksCleared,
     EventBatch,
     MissedBatches,
     StreamEvent,
     WireFormat,
-    require_count,
     require_msgspec,
 )
 from pagedkv.events import BlocksRemoved, BlocksStored

@@ -1,6 +1,5 @@
 """The manager: sequences over a block pool, with exact prefix reuse, copy-on-write and eviction."""
 
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,14 +9,14 @@ from pagedkv.arithmetic import div_ceil
 from pagedkv.block_cache import BlockCache, BlockCopies
 from pagedkv.block_pool import NO_BLOCKS, BlockCounts
 from pagedkv.content import NO_EXTRA, SequenceExtra, as_token_array
-from pagedkv.errors import NeverFits, PagedKVError, SequenceError
+from pagedkv.errors import NeverFits, PagedKVError, SequenceError, require_count
 from pagedkv.events import Event, EventLog
 from pagedkv.invariants import check_invariants
 from pagedkv.namespace import Media, Namespace
 from pagedkv.page_table import Int32Array, Int64Array, PageTable, SeqId
 from pagedkv.policies import EvictionPolicy, make_policy
 from pagedkv.prefix_index import ROOT
-from pagedkv.stats import ManagerStats
+from pagedkv.stats import ManagerStats, OpenCounters
 from pagedkv.tails import NO_TAILS, shared_tails, unused_slots
 
 MOST_BLOCKS = 2**31 - 2
@@ -85,15 +84,15 @@ class KVCacheManager:
         ``prefix_caching=False`` neither looks up nor keeps content. ``policy`` decides which cached content
         goes first: a name of `pagedkv.policies.POLICIES`, or a policy that no other manager has.
         """
-        num_blocks = _count("num_blocks", num_blocks, 1)
+        num_blocks = require_count("num_blocks", num_blocks, 1)
         if num_blocks > MOST_BLOCKS:
             raise PagedKVError(
                 f"num_blocks must be at most {MOST_BLOCKS}, as ids are int32, got {num_blocks}"
             )
-        self.block_size = _count("block_size", block_size, 1)
-        max_seqs = _count("max_seqs", max_seqs, 1)
+        self.block_size = require_count("block_size", block_size, 1)
+        max_seqs = require_count("max_seqs", max_seqs, 1)
         whole_pool = num_blocks * self.block_size
-        self.max_seq_len = whole_pool if max_seq_len is None else _count("max_seq_len", max_seq_len, 1)
+        self.max_seq_len = whole_pool if max_seq_len is None else require_count("max_seq_len", max_seq_len, 1)
         if not isinstance(watermark, (int, float)) or not 0.0 <= watermark < 1.0:
             raise PagedKVError(f"watermark must be in [0, 1), got {watermark!r}")
         self.prefix_caching = prefix_caching
@@ -103,7 +102,7 @@ class KVCacheManager:
         self._committed: Int64Array = np.zeros(max_seqs, np.int64)
         self._maybe_shared: set[int] = set()
         self._watermark_blocks = int(watermark * num_blocks)
-        self._counters = _Counters()
+        self._counters = OpenCounters()
 
     @property
     def num_blocks(self) -> int:
@@ -176,7 +175,7 @@ class KVCacheManager:
         Raises ``NeverFits`` if they can never fit. Changes nothing. Cost: O(n), like ``open``.
         """
         prompt = as_token_array(tokens)
-        total = len(prompt) + _count("max_new_tokens", max_new_tokens, 0)
+        total = len(prompt) + require_count("max_new_tokens", max_new_tokens, 0)
         self._require_fits(total)
         extra = SequenceExtra.build(namespace, media, len(prompt), self.block_size)
         hit = self._match(prompt, extra, None)
@@ -191,7 +190,7 @@ class KVCacheManager:
         False when the blocks are not available now. Raises ``NeverFits`` beyond ``max_seq_len``.
         Cost: O(num_tokens / block_size).
         """
-        return self._extend(np.array([self.tables.row(seq_id)]), _count("num_tokens", num_tokens, 0))
+        return self._extend(np.array([self.tables.row(seq_id)]), require_count("num_tokens", num_tokens, 0))
 
     def step(self, seq_ids: Sequence[SeqId], num_tokens: int = 1) -> bool:
         """``append`` for a whole batch of distinct sequences: all of them grow, or none and False.
@@ -199,7 +198,7 @@ class KVCacheManager:
         ``tables.write_block_tables`` then gives tables, lengths and slots of the decode step.
         Cost: O(batch + new blocks), vectorised.
         """
-        return self._extend(self.tables.rows(seq_ids), _count("num_tokens", num_tokens, 0))
+        return self._extend(self.tables.rows(seq_ids), require_count("num_tokens", num_tokens, 0))
 
     def commit(self, seq_id: SeqId, tokens: Any, *, media: Iterable[Media] = ()) -> None:
         """Say which tokens the next positions hold, now that they are final; shares what became full.
@@ -454,8 +453,8 @@ class KVCacheManager:
         """Full committed blocks that can be found by content and hold any of the tokens ``start..stop``."""
         row = self.tables.row(seq_id)
         committed = int(self._committed[row])
-        stop = committed if stop is None else _count("stop", stop, 0)
-        if not _count("start", start, 0) <= stop <= committed:
+        stop = committed if stop is None else require_count("stop", stop, 0)
+        if not require_count("start", start, 0) <= stop <= committed:
             raise SequenceError(f"{committed} tokens of {seq_id!r} are committed, got {start}..{stop}")
         full = committed // self.block_size if self.prefix_caching else 0
         last = min(full, div_ceil(stop, self.block_size)) if start < stop else 0
@@ -464,7 +463,7 @@ class KVCacheManager:
     def _match(self, prompt: Int32Array, extra: SequenceExtra, max_cached_tokens: int | None) -> Int32Array:
         limit = len(prompt) - 1
         if max_cached_tokens is not None:
-            limit = min(_count("max_cached_tokens", max_cached_tokens, 0), len(prompt))
+            limit = min(require_count("max_cached_tokens", max_cached_tokens, 0), len(prompt))
         full = max(0, limit) // self.block_size
         if not self.prefix_caching or not full:
             return NO_BLOCKS
@@ -567,32 +566,3 @@ class KVCacheManager:
             del self._extra[row]
         else:
             self._extra[row] = extra
-
-
-class _Counters:
-    """What the opens since the manager was made asked for and found."""
-
-    def __init__(self) -> None:
-        self.num_opened = 0
-        self.queried_tokens = 0
-        self.hit_tokens = 0
-        self.queried_blocks = 0
-        self.hit_blocks = 0
-
-    def count_open(self, num_tokens: int, block_size: int, hit_blocks: int) -> None:
-        self.num_opened += 1
-        self.queried_tokens += num_tokens
-        self.queried_blocks += num_tokens // block_size
-        self.hit_blocks += hit_blocks
-        self.hit_tokens += hit_blocks * block_size
-
-
-def _count(name: str, value: int, least: int) -> int:
-    """Whole number of at least ``least`` as a Python int, whatever integer type it came in."""
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = least - 1
-    if isinstance(value, bool) or count < least:
-        raise PagedKVError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return count

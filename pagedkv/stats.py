@@ -91,3 +91,23 @@ class ManagerStats:
             self.cached_blocks * block,
             self.used_slots * token,
         )
+
+
+class OpenCounters:
+    """What the opens since the manager was made asked for and found."""
+
+    def __init__(self) -> None:
+        """Nothing was opened yet."""
+        self.num_opened = 0
+        self.queried_tokens = 0
+        self.hit_tokens = 0
+        self.queried_blocks = 0
+        self.hit_blocks = 0
+
+    def count_open(self, num_tokens: int, block_size: int, hit_blocks: int) -> None:
+        """Count one sequence, and the blocks of its prompt that were found."""
+        self.num_opened += 1
+        self.queried_tokens += num_tokens
+        self.queried_blocks += num_tokens // block_size
+        self.hit_blocks += hit_blocks
+        self.hit_tokens += hit_blocks * block_size

@@ -519,6 +519,9 @@ INT8 = GOOD.k.to(torch.int8)
 WIDE = torch.zeros(len(GOOD.k), 3, 4, 8, dtype=torch.float64)
 
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "no q": ({"q": None}, "q must be a tensor, got NoneType"),
+    "numpy k": ({"k": GOOD.k.numpy()}, "k must be a tensor, got ndarray"),
+    "listed lengths": ({"seq_lens": [5, 9]}, "seq_lens must be a tensor, got list"),
     "q of 2 dims": ({"q": GOOD.q[0]}, r"q must be \[num_seqs, num_q_heads, head_dim\] or .*, got \(4, 8\)"),
     "q of 0 dims": ({"q": GOOD.q[0, 0, 0]}, r"q must be .* got \(\)"),
     "q without entries": ({"q": GOOD.q[..., :0], "k": GOOD.k[..., :0]}, "empty dimension"),
