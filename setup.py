@@ -1,39 +1,48 @@
-"""The optional native CPU backend; everything else about the package is in pyproject.toml.
+"""The two optional compiled parts; everything else about the package is in pyproject.toml.
 
-It is loaded through ctypes and calls nothing of Python, so that one build serves every interpreter.
+Without a compiler the install still succeeds: the torch backend attends, and numpy keeps the books.
 """
 
-import sysconfig
 from glob import glob
 
 from setuptools import Extension, setup
 
-# A free-threaded interpreter takes no wheel of the stable ABI, though this library would serve it as well.
-STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    # the interpreter's own flags bring -g, which is most of a library's size
+    "-g0",
+    "-fvisibility=hidden",
+]
 
 setup(
     ext_modules=[
+        # Loaded through ctypes, calls nothing of Python: any interpreter could load it.
         Extension(
             "pagedkv._native",
             sources=sorted(glob("pagedkv/csrc/*.cpp")),
             depends=sorted(glob("pagedkv/csrc/*.h")),
             language="c++",
             extra_compile_args=[
-                "-std=c++17",
-                "-O3",
-                # the interpreter's own flags bring -g, which is most of the library's size
-                "-g0",
-                "-fvisibility=hidden",
+                *FLAGS,
                 # never -ffast-math: it folds the rounding in exp2 and forgets NaN
                 "-fno-math-errno",
                 "-fno-trapping-math",
                 "-pthread",
             ],
             extra_link_args=["-pthread"],
-            # without a compiler the install still succeeds, and the torch backend serves
             optional=True,
-            py_limited_api=STABLE_ABI,
-        )
+            py_limited_api=True,
+        ),
+        # A Python module of one interpreter version: the buffer protocol is in the stable ABI from 3.11 on.
+        Extension(
+            "pagedkv._core",
+            sources=sorted(glob("pagedkv/csrc_core/*.cpp")),
+            depends=sorted(glob("pagedkv/csrc_core/*.h")),
+            language="c++",
+            # blocks are compared as bytes and hashed as words
+            extra_compile_args=[*FLAGS, "-Wall", "-Wextra", "-fno-strict-aliasing"],
+            optional=True,
+        ),
     ],
-    options={"bdist_wheel": {"py_limited_api": "cp310"}} if STABLE_ABI else {},
 )

@@ -72,7 +72,7 @@ class PagedKV:
             BLOCK_SIZE,
             max_seqs=pool.max_seqs,
             max_seq_len=pool.max_seq_len,
-            prefix_caching=pool.prefix_caching,
+            policy="lru" if pool.prefix_caching else None,
         )
 
     def request(self, name: str, tokens: Int32Array) -> Prompt:
@@ -92,7 +92,7 @@ class PagedKV:
         names = [request.name for request in requests]
         if not self.manager.step(names):
             raise MemoryError("the pool is too small for this step")
-        self.manager.take_copies()
+        self.manager.copies.take()
         self.manager.commit_step(names, tokens)
 
     def close(self, request: Prompt) -> None:

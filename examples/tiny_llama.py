@@ -332,7 +332,7 @@ def main() -> None:
     logits = prefill(model, cache, "b", question)
     assert logits is not None
     error = (logits[-1] - full_forward(model, question)[-1]).abs().max()
-    stats = cache.stats()
+    stats = cache.manager.stats()
     size = stats.bytes(cache.storage.spec)
     print(f"\na second prompt of {len(question)} tokens ran {len(logits)} of them, logit diff {error:.1e}")
     print(

@@ -6,15 +6,17 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pagedkv.block_cache import BlockCopies
 from pagedkv.block_pool import BlockPool
+from pagedkv.copies import BlockCopies
 from pagedkv.errors import BlockError, NeverFits, PagedKVError, SequenceError, SpecError
-from pagedkv.events import BlocksRemoved, BlocksStored, prefix_digests
-from pagedkv.manager import KVCacheManager, Opened
+from pagedkv.events import BlocksCleared, BlocksRemoved, BlocksStored, prefix_digests
+from pagedkv.manager import KVCacheManager, Lookup, Opened
 from pagedkv.namespace import Media, Namespace
 from pagedkv.page_table import NULL_BLOCK, PAD_SLOT, PageTable
 from pagedkv.spec import KVCacheSpec, LayerSpec
 from pagedkv.stats import CacheBytes, ManagerStats
+from pagedkv.swap import SwapIn, SwapOut, SwapSpace, SwapStats
+from pagedkv.swap_advisor import SwapAdvisor, SwapCosts
 
 if TYPE_CHECKING:
     from pagedkv.cache import DecodeBatch, PagedKVCache
@@ -28,6 +30,7 @@ __all__ = [
     "BlockCopies",
     "BlockError",
     "BlockPool",
+    "BlocksCleared",
     "BlocksRemoved",
     "BlocksStored",
     "CacheBytes",
@@ -36,6 +39,7 @@ __all__ = [
     "KVCacheSpec",
     "KVStorage",
     "LayerSpec",
+    "Lookup",
     "ManagerStats",
     "Media",
     "Namespace",
@@ -46,6 +50,12 @@ __all__ = [
     "PagedKVError",
     "SequenceError",
     "SpecError",
+    "SwapAdvisor",
+    "SwapCosts",
+    "SwapIn",
+    "SwapOut",
+    "SwapSpace",
+    "SwapStats",
     "prefix_digests",
 ]
 

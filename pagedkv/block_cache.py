@@ -1,27 +1,17 @@
 """Blocks with content: the pool, the prefix index and the eviction policy, kept in step."""
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv.block_pool import CACHED, FREE, NO_BLOCKS, BlockPool
-from pagedkv.errors import SequenceError
+from pagedkv.copies import PendingCopies
 from pagedkv.events import EventLog
 from pagedkv.fences import Fences
 from pagedkv.namespace import ExtraKeys
 from pagedkv.page_table import Int32Array
-from pagedkv.pins import Pins
 from pagedkv.policies.index_view import IndexView
 from pagedkv.policies.policy import EvictionPolicy
 from pagedkv.prefix_index import PrefixIndex
-
-
-class BlockCopies(NamedTuple):
-    """Blocks to copy, ``src[i]`` to ``dst[i]``, both int32 [n]: read all sources before writing any."""
-
-    src: Int32Array
-    dst: Int32Array
 
 
 class BlockCache:
@@ -37,26 +27,33 @@ class BlockCache:
         self.index = PrefixIndex(num_blocks, block_size)
         self.extra_keys = ExtraKeys()
         self.policy = policy
-        policy.bind(IndexView(num_blocks, self.index, self.extra_keys))
-        self.fences = Fences()
-        self.pins = Pins()
-        self.events: EventLog | None = None
+        self._view = IndexView(num_blocks, self.index, self.extra_keys)
+        policy.bind(self._view)
+        self.fences = Fences(self._give_up)
+        self.copies = PendingCopies()
+        self.events = EventLog(self.index)
         self.num_evicted = 0
         self.num_copied = 0
-        self._copies: dict[int, int] = {}
 
     def acquire(
-        self, num_new: int, shared: Int32Array = NO_BLOCKS, doomed: Int32Array = NO_BLOCKS
+        self,
+        num_new: int,
+        shared: Int32Array = NO_BLOCKS,
+        *,
+        spared: Int32Array = NO_BLOCKS,
+        doomed: Int32Array = NO_BLOCKS,
     ) -> Int32Array:
         """Take references on ``shared`` and ``num_new`` new blocks, evicting exactly the shortfall.
 
-        ``doomed`` cached blocks, children first, are evicted in any case, and before any other.
+        ``spared`` blocks, whose parents are ``shared``, are not evicted. ``doomed`` cached blocks, children
+        first, are evicted in any case, and before any other.
         """
-        victims = self._victims(max(0, num_new - self.pool.num_free), shared, doomed)
+        keep = np.concatenate([shared, spared]) if len(spared) else shared
+        victims = self._victims(max(0, num_new - self.pool.num_free), keep, doomed)
         num_idle = self.pool.num_cached
         new = self.pool.acquire(num_new, shared, victims)
         try:
-            self.forget(victims)
+            self._forget(victims, "capacity")
         except BaseException:
             for ids in (new[::-1], shared):
                 self.pool.release(ids, self.index.indexed[ids])
@@ -66,25 +63,25 @@ class BlockCache:
         if len(victims):
             if len(doomed):
                 self.policy.forget(victims[: len(doomed)])
-            self.policy.evict(victims[len(doomed) :])
+            self.policy.evict(victims[len(doomed) :], spared)
             self.num_evicted += len(victims)
         rest = doomed[len(victims) :]
         if len(rest):
             self.policy.forget(rest)
-            self._evict(rest)
+            self._evict(rest, "capacity")
         return new
 
-    def _victims(self, count: int, shared: Int32Array, doomed: Int32Array) -> Int32Array:
+    def _victims(self, count: int, keep: Int32Array, doomed: Int32Array) -> Int32Array:
         """The blocks to evict for ``count`` new ones: the doomed, then as the policy says."""
         if count <= len(doomed):
             return doomed[:count]
         if not len(doomed):
-            return self.policy.first(count, keep=shared)
-        others = self.policy.first(count - len(doomed), keep=np.concatenate([shared, doomed]))
+            return self.policy.first(count, keep=keep)
+        others = self.policy.first(count - len(doomed), keep=np.concatenate([keep, doomed]))
         return np.concatenate([doomed, others])
 
-    def _evict(self, ids: Int32Array) -> None:
-        self.forget(ids)
+    def _evict(self, ids: Int32Array, reason: str) -> None:
+        self._forget(ids, reason)
         self.pool.evict(ids)
         self.num_evicted += len(ids)
 
@@ -98,11 +95,6 @@ class BlockCache:
         else:
             self._give_up(ids)
 
-    def signal(self, fence: int) -> None:
-        """Close a fence and release what waited for it alone."""
-        for ids in self.fences.signal(fence):
-            self._give_up(ids)
-
     def _give_up(self, ids: Int32Array) -> None:
         """Drop one reference each; full committed blocks without any stay cached."""
         self.policy.make_room(len(ids))
@@ -111,24 +103,9 @@ class BlockCache:
         surplus = self.policy.surplus()
         if surplus is not None:
             self.policy.evict(surplus)
-            self._evict(surplus)
-        if self._copies:  # asked here too, to spare the gather in the common case
-            self._drop_copies(ids[self.pool.state[ids] == FREE])
-
-    def pin(self, ids: Int32Array) -> int:
-        """Hold indexed blocks, shallowest first, until they are unpinned."""
-        self.pool.acquire(0, shared=ids)
-        return self.pins.add(ids)
-
-    @property
-    def num_pinned(self) -> int:
-        """Blocks with at least one pin. Cost: O(pinned blocks)."""
-        held = self.pins.held()
-        return len(np.unique(np.concatenate(held))) if held else 0
-
-    def unpin(self, pin: int) -> None:
-        """Give up what a pin holds."""
-        self.release(self.pins.remove(pin)[::-1])
+            self._evict(surplus, "policy")
+        if len(self.copies):
+            self.copies.drop(ids[self.pool.state[ids] == FREE])
 
     def fenced_only(self) -> Int32Array:
         """Blocks that nothing but fences holds."""
@@ -160,15 +137,16 @@ class BlockCache:
         return held
 
     def _insert(self, ids: Int32Array, tokens: Int32Array, extra: Int32Array, parent: int) -> None:
-        if self.events is not None:
+        if self.events.recording:
             keys = [self.extra_keys.key(i) if i else None for i in extra.tolist()]
             self.events.stored(ids, tokens, keys, parent)
         self.index.insert(ids, extra, parent)
-        for extra_id in extra[extra > 0].tolist():
+        for extra_id in extra[extra > 0].tolist() if len(self.extra_keys) else ():
             self.extra_keys.share(extra_id)
+        self.policy.stored(ids)
 
-    def forget(self, ids: Int32Array) -> None:
-        """Remove blocks from the index, and their extra keys with them."""
+    def _forget(self, ids: Int32Array, reason: str) -> None:
+        """Remove blocks from the index, and their extra keys with them; no ``reason`` if all are cleared."""
         if not len(ids):
             return
         self.index.remove(ids)
@@ -176,12 +154,15 @@ class BlockCache:
             extra = self.index.extra[ids]
             for extra_id in extra[extra > 0].tolist():
                 self.extra_keys.drop(extra_id)
-        if self.events is not None:
-            self.events.removed(ids)
+        if self.events.recording:
+            if reason:
+                self.events.removed(ids, reason)
+            else:
+                self.events.cleared()
 
     def withdraw(self, ids: Int32Array) -> None:
         """Let held blocks lose their content: their holder is about to write something else there."""
-        self.forget(ids)
+        self._forget(ids, "rewritten")
         self.policy.forget(ids)
 
     def idle_behind(self, blocks: Int32Array) -> Int32Array | None:
@@ -196,42 +177,45 @@ class BlockCache:
 
     def replace(self, old: Int32Array, new: Int32Array) -> None:
         """Let ``new`` blocks take the place of shared tails: note the copies, give up the old ones."""
-        self.index.tokens[new] = self.index.tokens[old]
-        for src, dst in zip(old.tolist(), new.tolist(), strict=True):
-            # A source whose own copy is still pending has its content in that copy's source.
-            self._copies[dst] = self._copies.get(src, src)
-        for block in old:
+        self.copy(old, new)
+        for block in old:  # one by one, since several rows may hold the same tail
             self.release(block.reshape(1))
-        self.num_copied += len(new)
 
-    @property
-    def pending_copies(self) -> BlockCopies:
-        """The copies that wait to be run."""
-        count = len(self._copies)
-        if not count:
-            return BlockCopies(NO_BLOCKS, NO_BLOCKS)
-        return BlockCopies(
-            np.fromiter(self._copies.values(), np.int32, count),
-            np.fromiter(self._copies.keys(), np.int32, count),
-        )
+    def copy(self, src: Int32Array, dst: Int32Array) -> None:
+        """Let new blocks ``dst`` begin with what ``src`` hold, once the engine has run the copies."""
+        self.index.tokens[dst] = self.index.tokens[src]
+        self.copies.note(src, dst)
+        self.num_copied += len(dst)
 
-    def take_copies(self) -> BlockCopies:
-        """Hand over the pending copies and forget them."""
-        copies = self.pending_copies
-        self._copies.clear()
-        return copies
+    # -- the whole pool
 
-    def require_copied(self, ids: Int32Array) -> None:
-        """Refuse blocks whose copy is still pending: what is written to them now would be overwritten."""
-        if self._copies:
-            for block in ids.tolist():
-                if block in self._copies:
-                    raise SequenceError(
-                        f"block {block} awaits its copy from block {self._copies[block]}: take_copies() first"
-                    )
+    def clear(self) -> None:
+        """Forget all content; no block is held."""
+        ids = self.policy.ids()
+        self._forget(ids, "")
+        self.policy.forget(ids)
+        self.pool.evict(ids)
+        self.num_evicted += len(ids)
 
-    def _drop_copies(self, ids: Int32Array) -> None:
-        """Forget pending copies into blocks that no longer have content."""
-        if self._copies:
-            for block in ids.tolist():
-                self._copies.pop(block, None)
+    def shed(self, count: int) -> None:
+        """Evict ``count`` cached blocks as the policy says."""
+        ids = self.policy.first(count, NO_BLOCKS)
+        self.policy.evict(ids)
+        self._evict(ids, "capacity")
+
+    def rename(self, old: Int32Array, new: Int32Array) -> None:
+        """Give blocks with content the ids of free ones."""
+        indexed = self.index.indexed[old]
+        self.pool.rename(old, new)
+        if self.events.recording:
+            self.events.rename(old[indexed], new[indexed])
+        self.index.tokens[new] = self.index.tokens[old]
+        self.index.rename(old[indexed], new[indexed])
+        self.policy.rename(old[indexed], new[indexed])
+
+    def resize(self, num_blocks: int) -> None:
+        """Go on with ids ``1..num_blocks``; those that go are free."""
+        self.pool.resize(num_blocks)
+        self.index.resize(num_blocks)
+        self.policy.resize(num_blocks)
+        self._view.num_blocks = num_blocks

@@ -13,7 +13,6 @@ from pagedkv.manager import KVCacheManager, Opened
 from pagedkv.namespace import Media, Namespace
 from pagedkv.page_table import SeqId
 from pagedkv.spec import KVCacheSpec
-from pagedkv.stats import ManagerStats
 from pagedkv.storage import KVPair, KVStorage, LayerKV, Layout
 
 
@@ -40,7 +39,7 @@ class PagedKVCache:
 
     The sequence methods are the manager's. Copies that copy-on-write asks for are run when a sequence
     grows and again before a write, so no write is lost to one. ``manager`` and ``storage`` are there for
-    everything else: ``manager.can_admit``, fences, events, ``manager.tables`` for your own buffers.
+    everything else: ``manager.lookup``, ``manager.stats``, fences, events, ``manager.tables``.
 
     >>> import torch
     >>> from pagedkv.attention import paged_attention
@@ -94,27 +93,35 @@ class PagedKVCache:
         namespace: Namespace | None = None,
         media: Iterable[Media] = (),
         max_cached_tokens: int | None = None,
+        partial_hits: bool = False,
+        announce: bool = False,
     ) -> Opened | None:
         """Open a sequence with its prompt; prefill what is not cached. See ``KVCacheManager.open``."""
         return self.manager.open(
-            seq_id, tokens, namespace=namespace, media=media, max_cached_tokens=max_cached_tokens
+            seq_id,
+            tokens,
+            namespace=namespace,
+            media=media,
+            max_cached_tokens=max_cached_tokens,
+            partial_hits=partial_hits,
+            announce=announce,
         )
 
-    def append(self, seq_id: SeqId, num_tokens: int = 1) -> bool:
-        """Make room for more tokens of one sequence; False if the blocks are not available now."""
-        return self.manager.append(seq_id, num_tokens) and self._run_copies()
-
     def step(self, seq_ids: Sequence[SeqId], num_tokens: int = 1) -> bool:
-        """Make room for more tokens of each sequence, one by default, for all or for none."""
-        return self.manager.step(seq_ids, num_tokens) and self._run_copies()
+        """Make room for more tokens of each sequence, for all or for none; see ``KVCacheManager.step``."""
+        grown = self.manager.step(seq_ids, num_tokens)
+        self._run_copies()
+        return grown
 
     def commit(self, seq_id: SeqId, tokens: Any, *, media: Iterable[Media] = ()) -> None:
         """Say which tokens were written, in order; see ``KVCacheManager.commit``."""
         self.manager.commit(seq_id, tokens, media=media)
 
-    def commit_step(self, seq_ids: Sequence[SeqId], tokens: Any) -> None:
-        """Commit one token of each sequence; see ``KVCacheManager.commit_step``."""
-        self.manager.commit_step(seq_ids, tokens)
+    def commit_step(
+        self, seq_ids: Sequence[SeqId], tokens: Any, num_accepted: Sequence[int] | None = None
+    ) -> None:
+        """Commit one token of each sequence, or accepted drafts; see ``KVCacheManager.commit_step``."""
+        self.manager.commit_step(seq_ids, tokens, num_accepted)
 
     def fork(self, seq_id: SeqId, child_id: SeqId) -> bool:
         """Share every block with a new sequence; see ``KVCacheManager.fork``."""
@@ -133,7 +140,7 @@ class PagedKVCache:
 
         By default all that is not committed yet. What is committed may be shared: never write it again.
         """
-        start = self.manager.num_committed(seq_id) if start is None else start
+        start = self.manager.tables.num_committed(seq_id) if start is None else start
         return torch.from_numpy(self.manager.tables.slots(seq_id, start, stop)).to(self.storage.device)
 
     def batch(self, seq_ids: Sequence[SeqId]) -> DecodeBatch:
@@ -157,27 +164,17 @@ class PagedKVCache:
         """Views of one layer for ``paged_attention``; see ``KVStorage.layer``."""
         return self.storage.layer(index)
 
-    def num_tokens(self, seq_id: SeqId) -> int:
-        """Tokens of the sequence that have a slot."""
-        return self.manager.tables.num_tokens(seq_id)
-
     def gather(self, seq_id: SeqId, layer: int, stop: int | None = None) -> KVPair:
         """Contiguous keys and values of a sequence up to position ``stop`` (default: its end)."""
-        length = self.num_tokens(seq_id)
+        length = self.manager.tables.num_tokens(seq_id)
         stop = length if stop is None else stop
         whole = isinstance(stop, (int, np.integer)) and not isinstance(stop, bool)
         if not whole or not 0 <= stop <= length:
             raise SequenceError(f"position {stop} is outside sequence {seq_id!r} of {length} tokens")
         return self.storage.gather(layer, self.manager.tables.block_ids(seq_id), int(stop))
 
-    def stats(self) -> ManagerStats:
-        """Snapshot; bytes by ``cache.stats().bytes(cache.storage.spec)``."""
-        return self.manager.stats()
-
-    def _run_copies(self) -> bool:
-        """Run pending copies; they stay pending if that fails. Always True, for the callers' sake."""
-        copies = self.manager.pending_copies
-        if len(copies.src):
-            self.storage.copy_blocks(*copies)
-            self.manager.take_copies()
-        return True
+    def _run_copies(self) -> None:
+        """Run pending copies; they stay pending if that fails."""
+        if len(self.manager.copies):
+            self.storage.copy_blocks(*self.manager.copies.pending)
+            self.manager.copies.take()

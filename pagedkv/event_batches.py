@@ -26,19 +26,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pagedkv.content import as_token_array
 from pagedkv.errors import PagedKVError, require_count
-from pagedkv.events import BlocksRemoved, BlocksStored, Event
+from pagedkv.events import BlocksCleared, BlocksRemoved, BlocksStored, Event
 
 HashKind = Literal["int", "bytes"]
 Layout = Literal["map", "array"]
-
-
-class BlocksCleared(NamedTuple):
-    """Nothing can be hit any more: what a snapshot begins with."""
-
-    number: int
-
-
-StreamEvent = Event | BlocksCleared
 
 
 class MissedBatches(PagedKVError):
@@ -72,7 +63,7 @@ class DecodedBatch(NamedTuple):
     """What a message says. ``timestamp`` in seconds; digests are 8 bytes where the hashes were ints."""
 
     timestamp: float
-    events: tuple[StreamEvent, ...]
+    events: tuple[Event, ...]
     data_parallel_rank: int | None
 
 
@@ -137,7 +128,7 @@ class WireFormat:
             raise PagedKVError(f"medium must be a string, got {self.medium!r}")
         require_count("data_parallel_rank", self.data_parallel_rank, 0)
 
-    def encode(self, events: Iterable[StreamEvent], timestamp: float) -> bytes:
+    def encode(self, events: Iterable[Event], timestamp: float) -> bytes:
         """One message. ``timestamp``: seconds since the epoch, by the caller's clock.
 
         Raises ``PagedKVError`` without msgspec. Cost: O(tokens), about 1 us per block of 16.
@@ -149,12 +140,12 @@ class WireFormat:
         message: bytes = require_msgspec().msgpack.encode([float(timestamp), items, self.data_parallel_rank])
         return message
 
-    def _item(self, event: StreamEvent) -> dict[str, Any] | list[Any]:
+    def _item(self, event: Event) -> dict[str, Any] | list[Any]:
         fields = self._fields(event)
         tag = _TAGS[type(fields)]
         return {"type": tag, **fields._asdict()} if self.layout == "map" else [tag, *fields]
 
-    def _fields(self, event: StreamEvent) -> _Stored | _Removed | _Cleared:
+    def _fields(self, event: Event) -> _Stored | _Removed | _Cleared:
         if isinstance(event, BlocksCleared):
             return _Cleared()
         hashes = [self._hash(digest) for digest in event.digests]
@@ -199,7 +190,7 @@ def _parse(item: Any) -> Any:
     return require_msgspec().convert(fields, kind, builtin_types=(bytes,))
 
 
-def _event(fields: Any, number: int) -> StreamEvent:
+def _event(fields: Any, number: int) -> Event:
     if isinstance(fields, _Cleared):
         return BlocksCleared(number)
     digests = tuple(_digest(value) for value in fields.block_hashes)

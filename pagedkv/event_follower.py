@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from pagedkv.errors import PagedKVError
-from pagedkv.event_batches import BlocksCleared, EventBatch, MissedBatches, decode_batch
+from pagedkv.event_batches import EventBatch, MissedBatches, decode_batch
+from pagedkv.events import BlocksCleared
 from pagedkv.testing import ShadowIndex
 
 
@@ -55,9 +56,5 @@ class BatchFollower:
 
     def _apply(self, batch: EventBatch) -> None:
         for event in decode_batch(batch.payload, self.index.next_number).events:
-            if isinstance(event, BlocksCleared):
-                self.index.digests.clear()
-                self.index.next_number += 1
-            else:
-                self.index.apply(event)
+            self.index.apply(event)
         self.next_number = batch.number + 1

@@ -8,14 +8,12 @@ import numpy as np
 
 from pagedkv.errors import PagedKVError, require_count
 from pagedkv.event_batches import (
-    BlocksCleared,
     EventBatch,
     MissedBatches,
-    StreamEvent,
     WireFormat,
     require_msgspec,
 )
-from pagedkv.events import BlocksRemoved, BlocksStored
+from pagedkv.events import BlocksCleared, BlocksRemoved, BlocksStored, Event
 from pagedkv.page_table import Int32Array
 
 
@@ -29,10 +27,10 @@ class BatchRing:
     >>> from pagedkv import KVCacheManager
     >>> from pagedkv.event_follower import BatchFollower
     >>> manager = KVCacheManager(num_blocks=4, block_size=2)
-    >>> manager.record_events()
+    >>> manager.events.record()
     >>> _ = manager.open("a", [1, 2, 3, 4]); manager.commit("a", [1, 2, 3, 4])
     >>> ring, follower = BatchRing(capacity=100), BatchFollower()
-    >>> ring.publish(manager.take_events(), timestamp=0.0).number
+    >>> ring.publish(manager.events.take(), timestamp=0.0).number
     0
     >>> for batch in ring.since(follower.next_number):
     ...     follower.read(batch)
@@ -55,7 +53,7 @@ class BatchRing:
         """Digests of all blocks that are indexed after the last batch. Cost: O(indexed blocks)."""
         return set(self._contents.blocks)
 
-    def publish(self, events: Sequence[StreamEvent], timestamp: float) -> EventBatch | None:
+    def publish(self, events: Sequence[Event], timestamp: float) -> EventBatch | None:
         """Encode events as the next batch; None, and no number used, if there are none.
 
         Raises ``PagedKVError`` if an event is missing or came before; then nothing has changed.
@@ -104,7 +102,7 @@ class _Contents:
     def __init__(self) -> None:
         self.blocks: dict[bytes, tuple[bytes | None, bytes]] = {}
 
-    def apply(self, event: StreamEvent) -> None:
+    def apply(self, event: Event) -> None:
         if isinstance(event, BlocksCleared):
             self.blocks.clear()
         elif isinstance(event, BlocksRemoved):
@@ -116,9 +114,9 @@ class _Contents:
             rows = (row.tobytes() for row in event.tokens)
             self.blocks.update(zip(event.digests, zip(parents, rows, strict=True), strict=True))
 
-    def events(self) -> list[StreamEvent]:
+    def events(self) -> list[Event]:
         """Events, numbered from 0, that give these contents to whoever applies them."""
-        events: list[StreamEvent] = [BlocksCleared(0)]
+        events: list[Event] = [BlocksCleared(0)]
         for digests in self._runs():
             rows = [np.frombuffer(self.blocks[digest][1], np.int32) for digest in digests]
             tokens: Int32Array = np.stack(rows)

@@ -1,5 +1,7 @@
 """Blocks that were given up while work that may touch them was still under way."""
 
+from collections.abc import Callable
+
 from pagedkv.errors import PagedKVError
 from pagedkv.page_table import Int32Array
 
@@ -7,15 +9,29 @@ from pagedkv.page_table import Int32Array
 class Fences:
     """Holds blocks until every fence that was open when they were released has been signalled.
 
+    Open one before work starts that may touch any block held now: an asynchronous step, a copy. From then
+    on no block that is given up is handed out or evicted before the fence is signalled. It counts as
+    active until then, and can be hit if its content is cached. Cost: O(1), and O(blocks) to give them up.
+
     ::
 
         open 0   release a   open 1   release b   signal 1   signal 0
                  a waits     '        a, b wait   '          a and b are free
                  for 0                for 0 and 0, 1
+
+    >>> from pagedkv import KVCacheManager
+    >>> manager = KVCacheManager(num_blocks=1, block_size=4)
+    >>> _ = manager.open("a", [1, 2])
+    >>> fence = manager.fences.open()
+    >>> manager.close("a"); manager.open("b", [3]) is None
+    True
+    >>> manager.fences.signal(fence); manager.open("b", [3])
+    Opened(num_tokens=1, num_cached_tokens=0)
     """
 
-    def __init__(self) -> None:
-        """Start with no fence open."""
+    def __init__(self, give_up: Callable[[Int32Array], None]) -> None:
+        """Start with no fence open; ``give_up`` drops the references that waited."""
+        self._give_up = give_up
         self._open: list[int] = []
         self._next = 0
         self._held: list[
@@ -32,13 +48,8 @@ class Fences:
         self._open.append(number)
         return number
 
-    def hold(self, ids: Int32Array) -> None:
-        """Keep blocks until the fences that are open now are signalled."""
-        if len(ids):
-            self._held.append((self._open[-1], ids))
-
-    def signal(self, number: int) -> list[Int32Array]:
-        """Close a fence; returns the blocks that wait for no other, in the order of their release.
+    def signal(self, number: int) -> None:
+        """Say that the work behind a fence is done; gives up what waited for it alone, as it was released.
 
         Raises ``PagedKVError`` if the fence is not open.
         """
@@ -48,7 +59,15 @@ class Fences:
         oldest = self._open[0] if self._open else self._next
         done = [ids for youngest, ids in self._held if youngest < oldest]
         del self._held[: len(done)]
-        return done
+        for ids in done:
+            self._give_up(ids)
+
+    # -- the manager's side
+
+    def hold(self, ids: Int32Array) -> None:
+        """Keep blocks until the fences that are open now are signalled."""
+        if len(ids):
+            self._held.append((self._open[-1], ids))
 
     def held(self) -> list[Int32Array]:
         """Blocks that wait, in the order of their release."""

@@ -7,13 +7,13 @@ from pagedkv.block_cache import BlockCache
 from pagedkv.block_pool import ACTIVE, CACHED, FREE, BlockPool
 from pagedkv.errors import check
 from pagedkv.namespace import ExtraKeys
-from pagedkv.page_table import Int32Array, Int64Array, PageTable
+from pagedkv.page_table import Int32Array, PageTable
 from pagedkv.policies.policy import EvictionPolicy
 from pagedkv.prefix_index import ROOT, PrefixIndex
 
 
 def check_invariants(
-    cache: BlockCache, tables: PageTable, committed: Int64Array, prefix_caching: bool
+    cache: BlockCache, tables: PageTable, pinned: list[Int32Array], prefix_caching: bool
 ) -> None:
     """Raise ``AssertionError`` naming the first broken invariant.
 
@@ -21,12 +21,12 @@ def check_invariants(
     """
     pool, index = cache.pool, cache.index
     pool.check_invariants()
-    _check_tables(pool, tables, cache.fences.held() + cache.pins.held())
+    _check_tables(pool, tables, cache.fences.held() + pinned)
     parent = _check_index(pool, index, cache.extra_keys)
     _check_policy(pool, cache.policy, parent)
     for seq_id in tables.seq_ids:
         row = tables.row(seq_id)
-        done = int(committed[row])
+        done = int(tables.committed[row])
         check(0 <= done <= int(tables.seq_len[row]), "more tokens are committed than the sequence has")
         chain = tables.blocks[row, : done // tables.block_size if prefix_caching else 0]
         check(bool(index.indexed[chain].all()), "a full committed block is not indexed")

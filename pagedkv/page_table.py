@@ -27,6 +27,7 @@ class PageTable:
 
         blocks : [max_seqs, max_blocks_per_seq] int32, NULL_BLOCK beyond a sequence's blocks
         seq_len: [max_seqs] int64, tokens of the sequence that have a slot (written or about to be)
+        committed: [max_seqs] int64, how many of them are final
 
         row     0    1    2    3        seq_len = 37, block_size = 16
               | 7  | 3  | 9  | 0 | ...  position p lives in slot blocks[p // 16] * 16 + p % 16
@@ -39,7 +40,9 @@ class PageTable:
         self.block_size = block_size
         self.blocks: Int32Array = np.zeros((max_seqs, max_blocks_per_seq), np.int32)
         self.seq_len: Int64Array = np.zeros(max_seqs, np.int64)
+        self.committed: Int64Array = np.zeros(max_seqs, np.int64)
         self._rows: dict[SeqId, int] = {}
+        self._last_batch: tuple[list[SeqId], Int64Array] = [], np.zeros(0, np.int64)
         self._free_rows = list(range(max_seqs - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -75,6 +78,10 @@ class PageTable:
 
     def rows(self, seq_ids: Sequence[SeqId]) -> Int64Array:
         """Rows of distinct open sequences, in the order given; ``SequenceError`` otherwise."""
+        last_ids, last_rows = self._last_batch
+        # a decoding batch rarely changes; comparing costs a tenth of looking up
+        if type(seq_ids) is list and seq_ids == last_ids:
+            return last_rows
         if isinstance(seq_ids, str):
             raise SequenceError(f"a batch is a list of sequence ids, got the text {seq_ids!r}")
         try:
@@ -83,11 +90,18 @@ class PageTable:
             raise SequenceError(f"sequence {error.args[0]!r} is not open ({len(self)} are)") from None
         if len(set(rows)) != len(rows):
             raise SequenceError(f"a batch of {len(rows)} names only {len(set(rows))} distinct sequences")
-        return np.array(rows, np.int64)
+        found = np.array(rows, np.int64)
+        found.setflags(write=False)
+        self._last_batch = list(seq_ids), found
+        return found
 
     def num_tokens(self, seq_id: SeqId) -> int:
         """Tokens of the sequence that have a slot."""
         return int(self.seq_len[self.row(seq_id)])
+
+    def num_committed(self, seq_id: SeqId) -> int:
+        """Tokens of the sequence that are committed."""
+        return int(self.committed[self.row(seq_id)])
 
     def num_blocks(self, row: int) -> int:
         """Blocks of a row."""
@@ -218,17 +232,25 @@ class PageTable:
         self._free_rows.pop()
         return row
 
-    def fill(self, row: int, hit: Int32Array, new: Int32Array, num_tokens: int) -> None:
+    def fill(self, row: int, hit: Int32Array, new: Int32Array, num_tokens: int, committed: int) -> None:
         """Let an empty row hold the blocks ``hit`` and then ``new``."""
         self.blocks[row, : len(hit)] = hit
         self.blocks[row, len(hit) : len(hit) + len(new)] = new
         self.seq_len[row] = num_tokens
+        self.committed[row] = committed
+
+    def rename(self, name: Int32Array) -> None:
+        """Block ``b`` is called ``name[b]`` from now on."""
+        for row in self._rows.values():
+            held = self.blocks[row, : self.num_blocks(row)]
+            held[:] = name[held]
 
     def remove(self, seq_id: SeqId) -> None:
         """Forget a sequence and clear its row."""
         row = self._rows.pop(seq_id)
+        self._last_batch = [], self._last_batch[1][:0]
         self.blocks[row, : self.num_blocks(row)] = NULL_BLOCK
-        self.seq_len[row] = 0
+        self.seq_len[row] = self.committed[row] = 0
         self._free_rows.append(row)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagedkv.errors import PagedKVError
+from pagedkv.histogram import BOUNDS, Histogram
 from pagedkv.stats import ManagerStats
 
 if TYPE_CHECKING:
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Field(NamedTuple):
-    """One field of ``ManagerStats`` and the metric that shows it."""
+    """One field of ``ManagerStats``, or of its ``residency``, and the metric that shows it."""
 
     field: str
     metric: str
@@ -43,6 +45,24 @@ _COUNTERS = (
     _Field("copied_blocks", "pagedkv_copied_blocks_total", "Blocks copied before a write, in blocks."),
 )
 
+_HISTOGRAMS = (
+    _Field(
+        "lifetime",
+        "pagedkv_block_lifetime_seconds",
+        "Age of content when it was evicted, per block, in seconds.",
+    ),
+    _Field(
+        "idle_before_eviction",
+        "pagedkv_idle_before_eviction_seconds",
+        "Time since evicted content was last held, per block, in seconds.",
+    ),
+    _Field(
+        "reuse_gap",
+        "pagedkv_reuse_gap_seconds",
+        "Time that cached content was idle before it was held again, per block, in seconds.",
+    ),
+)
+
 
 class ManagerCollector:
     """Metrics of one or more managers, read when Prometheus scrapes; register one per registry.
@@ -57,6 +77,9 @@ class ManagerCollector:
     ``pagedkv_block_size_tokens``, ``pagedkv_open_sequences``. Counters: ``pagedkv_opened_sequences_total``,
     and ``pagedkv_{queried,hit}_tokens_total``, ``pagedkv_{queried,hit,evicted,copied}_blocks_total``. Hit
     rate over five minutes: ``rate(pagedkv_hit_tokens_total[5m]) / rate(pagedkv_queried_tokens_total[5m])``.
+    Histograms, of managers whose policy is a ``Residency`` with a clock in seconds:
+    ``pagedkv_block_lifetime_seconds``, ``pagedkv_idle_before_eviction_seconds``,
+    ``pagedkv_reuse_gap_seconds``.
 
     >>> from prometheus_client import CollectorRegistry
     >>> from pagedkv import KVCacheManager
@@ -86,7 +109,7 @@ class ManagerCollector:
 
 
 def _metrics(stats: Mapping[str, ManagerStats]) -> Iterator[Metric]:
-    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     blocks = GaugeMetricFamily("pagedkv_blocks", _BLOCKS, labels=["manager", "state"])
     for name, of in stats.items():
@@ -99,3 +122,18 @@ def _metrics(stats: Mapping[str, ManagerStats]) -> Iterator[Metric]:
             for name, of in stats.items():
                 metric.add_metric([name], getattr(of, field.field))
             yield metric
+    for field in _HISTOGRAMS:
+        histogram = HistogramMetricFamily(field.metric, field.help, labels=["manager"])
+        for name, of in stats.items():
+            if of.residency is not None:
+                measured: Histogram = getattr(of.residency, field.field)
+                histogram.add_metric([name], _buckets(measured), measured.sum)
+        yield histogram
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Pairs of an upper bound, as Prometheus writes it, and how many values are not above it."""
+    from prometheus_client.utils import floatToGoString
+
+    bounds = map(floatToGoString, (*BOUNDS, math.inf))
+    return list(zip(bounds, histogram.cumulative(), strict=True))

@@ -1,24 +1,33 @@
 """A slow, obviously right model of the manager."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from pagedkv.namespace import Namespace
-from pagedkv.reference_policies import REFERENCE_POLICIES, ModelBlock, Path
-
-
-class _Sequence:
-    def __init__(self, namespace: Namespace | None, blocks: list[ModelBlock], length: int) -> None:
-        self.namespace = namespace
-        self.blocks = blocks
-        self.length = length
-        self.tokens: list[int] = []  # the committed ones
-
-    def path(self, num_tokens: int) -> Path:
-        return (self.namespace, *self.tokens[:num_tokens])
+from pagedkv.namespace import Media, Namespace
+from pagedkv.reference_blocks import (
+    Announced,
+    Content,
+    ModelBlock,
+    ModelEvent,
+    ModelSequence,
+    Path,
+    num_common_tokens,
+    path_of,
+)
+from pagedkv.reference_policies import REFERENCE_POLICIES, ReferencePolicy
 
 
 class ReferenceManager:
-    """The rules of ``KVCacheManager``, one block at a time: lists, dicts and whole-prefix keys, no hashes."""
+    """The rules of ``KVCacheManager``, one block at a time: lists, dicts and whole-prefix keys, no hashes.
+
+    It trusts its caller: drive it beside a manager, as ``CheckedManager`` does, with calls that were
+    not refused as mistakes.
+
+    >>> model = ReferenceManager(num_blocks=8, block_size=4)
+    >>> model.open("a", [5, 6, 7, 8, 9]); model.commit("a", [5, 6, 7, 8, 9])
+    0
+    >>> model.open("b", [5, 6, 7, 8, 1])
+    4
+    """
 
     def __init__(
         self,
@@ -26,31 +35,42 @@ class ReferenceManager:
         block_size: int,
         max_seqs: int = 256,
         watermark: float = 0.0,
-        policy: str = "lru",
+        policy: str | Callable[[int, int], ReferencePolicy] | None = "lru",
     ) -> None:
-        """Make a model with the same sizes and policy as the manager it is compared with."""
+        """Make a model with the same sizes and policy as the manager it is compared with.
+
+        ``policy`` is a name of ``REFERENCE_POLICIES``, something that makes a model from (num_blocks,
+        block_size), or None for no prefix cache.
+        """
         self.num_blocks, self.block_size, self.max_seqs = num_blocks, block_size, max_seqs
-        self.watermark_blocks = int(watermark * num_blocks)
+        self.watermark = watermark
         self.free = num_blocks
-        self.policy = REFERENCE_POLICIES[policy](num_blocks, block_size)
-        self.by_path: dict[Path, ModelBlock] = {}
+        self.prefix_caching = policy is not None
+        make = REFERENCE_POLICIES[policy or "lru"] if not callable(policy) else policy
+        self.policy = make(num_blocks, block_size)
+        self.by_path: dict[Path, ModelBlock] = {}  # oldest content first
         self.cached: list[ModelBlock] = []  # least recently released first
-        self.seqs: dict[Hashable, _Sequence] = {}
-        self.evicted = self.copied = 0
+        self.seqs: dict[Hashable, ModelSequence] = {}
+        self.counters = dict.fromkeys(
+            ("evicted", "copied", "opened", "queried_tokens", "hit_tokens", "queried_blocks", "hit_blocks"), 0
+        )
+        self.announced: dict[Hashable, Announced] = {}
         self.pins: dict[int, list[ModelBlock]] = {}
         self.open_fences: list[int] = []
         self.fenced: list[tuple[set[int], ModelBlock]] = []  # (open fences that it waits for, block)
+        self.events: list[ModelEvent] = []
 
-    def state(self) -> tuple[object, ...]:
+    def state(self) -> dict[str, object]:
         """Everything that must agree with ``manager_state`` of the manager."""
-        return (
-            (self.free, len(self.cached), self.num_blocks - self.free - len(self.cached)),
-            {seq_id: (s.length, len(s.tokens)) for seq_id, s in self.seqs.items()},
-            (self.evicted, self.copied),
-            len(self.by_path),
-            self.used_slots(),
-            len({id(block) for blocks in self.pins.values() for block in blocks}),
-        )
+        return {
+            "counts": (self.free, len(self.cached), self.num_blocks - self.free - len(self.cached)),
+            "sequences": {seq_id: (s.length, len(s.tokens)) for seq_id, s in self.seqs.items()},
+            "indexed": len(self.by_path),
+            "used_slots": self.used_slots(),
+            "pinned": len({id(block) for blocks in self.pins.values() for block in blocks}),
+            "fenced": self._num_fenced_only(),
+            "counters": self.counters,
+        }
 
     def used_slots(self) -> int:
         """Slots of held blocks that a sequence has reached, and all of a block that is indexed."""
@@ -61,40 +81,87 @@ class ReferenceManager:
                 filled[id(block)] = max(filled.get(id(block), 0), reached)
         return sum(filled.values())
 
-    def open(self, seq_id: Hashable, tokens: Sequence[int], namespace: Namespace | None = None) -> int | None:
+    # -- sequences
+
+    def lookup(
+        self,
+        tokens: Sequence[int],
+        max_new_tokens: int = 0,
+        namespace: Namespace | None = None,
+        media: Iterable[Media] = (),
+    ) -> tuple[int, int, int, bool]:
+        """Tokens, those cached, those coming, and whether prompt and growth fit now."""
+        limit = len(tokens) - 1
+        prompt = self._path(namespace, media, tokens)
+        hit = self._hit(prompt, limit)
+        coming = 0
+        for other in self.announced.values():
+            common = 1  # the namespace, then whole blocks
+            whole = min(max(limit, 0), len(other.tokens)) // self.block_size + 1
+            while common < whole and prompt[: common + 1] == other.path[: common + 1]:
+                common += 1
+            coming = max(coming, common - 1 - len(hit))
+        fresh = self._blocks_for(len(tokens) + max_new_tokens) - len(hit)
+        fits = len(self.seqs) < self.max_seqs and self._fits(hit, fresh)
+        return len(tokens), len(hit) * self.block_size, coming * self.block_size, fits
+
+    def open(
+        self,
+        seq_id: Hashable,
+        tokens: Sequence[int],
+        *,
+        namespace: Namespace | None = None,
+        media: Iterable[Media] = (),
+        max_cached_tokens: int | None = None,
+        partial_hits: bool = False,
+        announce: bool = False,
+    ) -> int | None:
         """Cached tokens of the new sequence, or None."""
-        length, size = len(tokens), self.block_size
-        hit: list[ModelBlock] = []
-        while (len(hit) + 1) * size < length:
-            block = self.by_path.get((namespace, *tokens[: (len(hit) + 1) * size]))
-            if block is None:
-                break
-            hit.append(block)
+        length, media = len(tokens), tuple(media)
+        limit = length - 1 if max_cached_tokens is None else min(max_cached_tokens, length)
+        prompt = self._path(namespace, media, tokens)
+        hit = self._hit(prompt, limit)
         fresh = self._blocks_for(length) - len(hit)
-        need = fresh + sum(block in hit for block in self.cached)
-        reserve = self.watermark_blocks if self.seqs else 0
-        if len(self.seqs) == self.max_seqs or (need and need > self.free + len(self.cached) - reserve):
+        if len(self.seqs) == self.max_seqs or not self._fits(hit, fresh):
             return None
+        source, count = None, 0
+        if partial_hits:
+            source, count = self._best_child(prompt, len(hit), limit - len(hit) * self.block_size)
+        if source is None or not self._fits([*hit, source], fresh):
+            source, count = None, 0
+        cached = len(hit) * self.block_size + count
+        seq = ModelSequence(prompt[0], media, length)
         for block in hit:
             self._hold(block)
-        seq = _Sequence(namespace, hit + self._take(fresh), length)
-        seq.tokens = list(tokens[: len(hit) * size])
+        seq.blocks = hit + self._take(fresh, spared=source)
+        seq.tokens = list(tokens[:cached])
         for block in hit:
             self.policy.hit(block)
         self.seqs[seq_id] = seq
-        return len(hit) * size
+        if announce and self.prefix_caching:
+            self.announced[seq_id] = Announced(list(tokens), prompt)
+        self._count(
+            copied=source is not None,
+            opened=1,
+            queried_tokens=length,
+            hit_tokens=cached,
+            queried_blocks=length // self.block_size,
+            hit_blocks=len(hit),
+        )
+        return cached
 
-    def step(self, seq_ids: Sequence[Hashable], count: int) -> bool:
+    def step(self, seq_ids: Sequence[Hashable], count: int = 1) -> bool:
         """Grow every sequence, or none and False."""
         seqs = [self.seqs[seq_id] for seq_id in seq_ids]
         grow = [self._blocks_for(s.length + count) - len(s.blocks) for s in seqs]
         copies, private, burdened = self._shared_tails(seqs) if count else ([], [], [])
         available = self.free + len(self.cached)
         total = sum(grow) + len(copies)
-        behind = {path for block in burdened for path in self._behind(block)}
+        behind = [path for block in burdened for path in self._behind(block)]
         idle = not any(self.by_path[path].refs for path in behind)
         if total - len(burdened) <= available < total and idle:
-            self._evict(behind)
+            for path in dict.fromkeys(behind):
+                self._evict(self.by_path[path], "capacity")
             copies, private, _ = self._shared_tails(seqs)
         if sum(grow) + len(copies) > self.free + len(self.cached):
             return False
@@ -104,38 +171,53 @@ class ReferenceManager:
             self._release(old)
         for block in private:
             if block.path is not None:
-                del self.by_path[block.path]
-                self.policy.forgotten(block)
-                block.path = None
+                self._forget(block, "rewritten")
         for s, n in zip(seqs, grow, strict=True):
             s.blocks += [fresh.pop() for _ in range(n)]
             s.length += count
-        self.copied += len(copies)
+        self._count(copied=len(copies))
         return True
 
-    def commit(self, seq_id: Hashable, tokens: Sequence[int]) -> None:
+    def commit(self, seq_id: Hashable, tokens: Sequence[int], media: Iterable[Media] = ()) -> None:
         """Record final tokens; full blocks become shared, or are replaced by equal ones."""
         seq = self.seqs[seq_id]
         start = len(seq.tokens) // self.block_size
         seq.tokens += tokens
-        for i in range(start, len(seq.tokens) // self.block_size):
-            path = seq.path((i + 1) * self.block_size)
-            known = self.by_path.get(path)
+        seq.media |= set(media)
+        full = len(seq.tokens) // self.block_size
+        path = self._path(seq.namespace, seq.media, seq.tokens)
+        for i in range(start, full if self.prefix_caching else 0):
+            known = self.by_path.get(path[: i + 2])
             if known is None:
-                self.by_path[path] = seq.blocks[i]
-                seq.blocks[i].path = path
+                seq.blocks[i].path = path[: i + 2]
+                self.by_path[path[: i + 2]] = seq.blocks[i]
+                self.events.append(ModelEvent("stored", path[: i + 2], ""))
             elif known is not seq.blocks[i]:
                 self._hold(known)
-                old, seq.blocks[i] = seq.blocks[i], known
-                self._release(old)
+                seq.blocks[i], own = known, seq.blocks[i]
+                self._release(own)
+        self._cut_announced(seq_id)
+
+    def commit_step(self, seq_ids: Sequence[Hashable], tokens: Sequence[int]) -> None:
+        """Commit one token of each."""
+        for seq_id, token in zip(seq_ids, tokens, strict=True):
+            self.commit(seq_id, [token])
+
+    def accept(
+        self, seq_ids: Sequence[Hashable], drafts: Sequence[Sequence[int]], num_accepted: Sequence[int]
+    ) -> None:
+        """``commit_step`` with ``num_accepted``: commit the first so many of each row, cut behind them."""
+        for seq_id, row, count in zip(seq_ids, drafts, num_accepted, strict=True):
+            self.commit(seq_id, row[:count])
+            self.truncate(seq_id, len(self.seqs[seq_id].tokens))
 
     def fork(self, seq_id: Hashable, child_id: Hashable) -> bool:
         """Share every block."""
         if len(self.seqs) == self.max_seqs:
             return False
         seq = self.seqs[seq_id]
-        child = _Sequence(seq.namespace, list(seq.blocks), seq.length)
-        child.tokens = list(seq.tokens)
+        child = ModelSequence(seq.namespace, seq.media, seq.length)
+        child.blocks, child.tokens = list(seq.blocks), list(seq.tokens)
         for block in child.blocks:
             block.refs += 1
         self.seqs[child_id] = child
@@ -147,67 +229,17 @@ class ReferenceManager:
         while len(seq.blocks) > self._blocks_for(length):
             self._release(seq.blocks.pop())
         seq.length = length
+        seq.media = {item for item in seq.media if item.offset < length}
         del seq.tokens[length:]
+        self._cut_announced(seq_id)
 
     def close(self, seq_id: Hashable) -> None:
         """Give up everything."""
         self.truncate(seq_id, 0)
+        self.announced.pop(seq_id, None)
         del self.seqs[seq_id]
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return (num_tokens + self.block_size - 1) // self.block_size
-
-    def _shared_tails(
-        self, seqs: list[_Sequence]
-    ) -> tuple[list[_Sequence], list[ModelBlock], list[ModelBlock]]:
-        """Sequences that must copy their partial tail, tails that the last of their holders keeps, and
-        tails that it would keep if nothing cached built on them.
-        """
-        partial = [s for s in seqs if s.length % self.block_size]
-        copies = [s for s in partial if s.blocks[-1].refs > 1 or s.blocks[-1].path is not None]
-        kept, burdened = [], []
-        for block in {id(s.blocks[-1]): s.blocks[-1] for s in copies}.values():
-            holders = [s for s in copies if s.blocks[-1] is block]
-            if len(holders) == block.refs and self._behind(block):
-                burdened.append(block)
-            elif len(holders) == block.refs:
-                copies.remove(holders[-1])
-                kept.append(block)
-        return copies, kept, burdened
-
-    def _behind(self, block: ModelBlock) -> list[Path]:
-        path = block.path
-        if path is None:
-            return []
-        return [p for p in self.by_path if len(p) > len(path) and p[: len(path)] == path]
-
-    def _evict(self, paths: set[Path]) -> None:
-        for path in paths:
-            block = self.by_path.pop(path)
-            self.cached.remove(block)
-            self.policy.forgotten(block)
-            self.evicted += 1
-            self.free += 1
-
-    def _take(self, count: int) -> list[ModelBlock]:
-        for _ in range(count - self.free):
-            victim = self.policy.choose(self._leaves())
-            assert victim.path is not None
-            self.cached.remove(victim)
-            del self.by_path[victim.path]
-            self.policy.evicted(victim, self._leaves())
-            self.evicted += 1
-            self.free += 1
-        self.free -= max(count, 0)
-        return [ModelBlock() for _ in range(count)]
-
-    def _leaves(self) -> list[ModelBlock]:
-        return [block for block in self.cached if not self._behind(block)]
-
-    def _hold(self, block: ModelBlock) -> None:
-        if not block.refs:
-            self.cached.remove(block)
-        block.refs += 1
+    # -- what holds blocks besides sequences
 
     def pin(self, seq_id: Hashable, num_blocks: int, number: int) -> None:
         """Hold the first blocks of a sequence."""
@@ -241,6 +273,133 @@ class ReferenceManager:
         while self.fenced and not self.fenced[0][0]:
             self._give_up(self.fenced.pop(0)[1])
 
+    # -- the whole pool
+
+    def reset(self) -> bool:
+        """Forget all, if nobody holds anything."""
+        if self.free + len(self.cached) < self.num_blocks:
+            return False
+        if self.cached:
+            self.events.append(ModelEvent("cleared", (), ""))
+        for block in self.cached:
+            self.policy.forgotten(block)
+        self._count(evicted=len(self.cached))
+        self.by_path.clear()
+        self.cached.clear()
+        self.free = self.num_blocks
+        return True
+
+    def resize(self, num_blocks: int) -> bool:
+        """Have so many blocks, or False while more are held or a fence is open."""
+        active = self.num_blocks - self.free - len(self.cached)
+        if self.open_fences or active > num_blocks:
+            return False
+        while active + len(self.cached) > num_blocks:
+            self._evict(self.policy.choose(self._leaves()), "capacity", chosen=True)
+        self.num_blocks, self.free = num_blocks, num_blocks - active - len(self.cached)
+        self.policy.resize(num_blocks)
+        return True
+
+    # -- inner steps
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return (num_tokens + self.block_size - 1) // self.block_size
+
+    def _path(self, namespace: Namespace | None, media: Iterable[Media], tokens: Sequence[int]) -> Path:
+        return path_of(namespace, media, tokens, self.block_size)
+
+    def _hit(self, prompt: Path, limit: int) -> list[ModelBlock]:
+        hit: list[ModelBlock] = []
+        while self.prefix_caching and (len(hit) + 1) * self.block_size <= limit:
+            block = self.by_path.get(prompt[: len(hit) + 2])
+            if block is None:
+                break
+            hit.append(block)
+        return hit
+
+    def _best_child(self, prompt: Path, depth: int, limit: int) -> tuple[ModelBlock | None, int]:
+        """The newest of the blocks behind the first ``depth`` that share most of the next tokens."""
+        best, most = None, 0
+        wanted = prompt[depth + 1] if depth + 1 < len(prompt) else Content((), ())
+        for path, block in reversed(self.by_path.items()):
+            if path[:-1] != prompt[: depth + 1] or path[-1].media != wanted.media:
+                continue
+            count = num_common_tokens(path[-1].tokens, wanted.tokens[: max(limit, 0)])
+            if count > most:
+                best, most = block, count
+        return best, most
+
+    def _fits(self, held: Sequence[ModelBlock], fresh: int) -> bool:
+        need = fresh + sum(not block.refs for block in held)
+        reserve = int(self.watermark * self.num_blocks) if self.seqs else 0
+        return need == 0 or need <= self.free + len(self.cached) - reserve
+
+    def _cut_announced(self, seq_id: Hashable) -> None:
+        """Forget of an announced prompt what the sequence has lost, and all of it once it is committed."""
+        if seq_id in self.announced:
+            seq, prompt = self.seqs[seq_id], self.announced.pop(seq_id)
+            if len(seq.tokens) < min(len(prompt.tokens), seq.length):
+                self.announced[seq_id] = prompt._replace(tokens=prompt.tokens[: seq.length])
+
+    def _shared_tails(
+        self, seqs: list[ModelSequence]
+    ) -> tuple[list[ModelSequence], list[ModelBlock], list[ModelBlock]]:
+        """Sequences that must copy their partial tail, tails that the last of their holders keeps, and
+        tails that it would keep if nothing cached built on them.
+        """
+        partial = [s for s in seqs if s.length % self.block_size]
+        copies = [s for s in partial if s.blocks[-1].refs > 1 or s.blocks[-1].path is not None]
+        kept, burdened = [], []
+        for block in {id(s.blocks[-1]): s.blocks[-1] for s in copies}.values():
+            holders = [s for s in copies if s.blocks[-1] is block]
+            if len(holders) == block.refs and self._behind(block):
+                burdened.append(block)
+            elif len(holders) == block.refs:
+                copies.remove(holders[-1])
+                kept.append(block)
+        return copies, kept, burdened
+
+    def _behind(self, block: ModelBlock) -> list[Path]:
+        """What builds on a block, deepest first."""
+        path = block.path
+        if path is None:
+            return []
+        found = [p for p in self.by_path if len(p) > len(path) and p[: len(path)] == path]
+        return sorted(found, key=len, reverse=True)
+
+    def _leaves(self) -> list[ModelBlock]:
+        parents = {path[:-1] for path in self.by_path}
+        return [block for block in self.cached if block.path not in parents]
+
+    def _take(self, count: int, spared: ModelBlock | None = None) -> list[ModelBlock]:
+        for _ in range(count - self.free):
+            victim = self.policy.choose([block for block in self._leaves() if block is not spared])
+            self._evict(victim, "capacity", chosen=True)
+        self.free -= max(count, 0)
+        return [ModelBlock() for _ in range(count)]
+
+    def _evict(self, block: ModelBlock, reason: str, chosen: bool = False) -> None:
+        """Make a cached block free; ``chosen`` by the policy or not."""
+        self.cached.remove(block)
+        self._forget(block, reason, chosen)
+        self.free += 1
+        self._count(evicted=1)
+
+    def _forget(self, block: ModelBlock, reason: str, chosen: bool = False) -> None:
+        assert block.path is not None
+        del self.by_path[block.path]
+        self.events.append(ModelEvent("removed", block.path, reason))
+        if chosen:
+            self.policy.evicted(block, self._leaves())
+        else:
+            self.policy.forgotten(block)
+        block.path = None
+
+    def _hold(self, block: ModelBlock) -> None:
+        if not block.refs:
+            self.cached.remove(block)
+        block.refs += 1
+
     def _release(self, block: ModelBlock) -> None:
         if self.open_fences:
             self.fenced.append((set(self.open_fences), block))
@@ -252,5 +411,18 @@ class ReferenceManager:
         if not block.refs and block.path is not None:
             self.cached.append(block)
             self.policy.released(block)
+            surplus = self.policy.surplus(self._leaves)
+            if surplus is not None:
+                self._evict(surplus, "policy", chosen=True)
         elif not block.refs:
             self.free += 1
+
+    def _num_fenced_only(self) -> int:
+        waits: dict[int, int] = {}
+        for _, block in self.fenced:
+            waits[id(block)] = waits.get(id(block), 0) + 1
+        return sum(block.refs == waits.pop(id(block), -1) for _, block in self.fenced)
+
+    def _count(self, **more: int) -> None:
+        for name, count in more.items():
+            self.counters[name] += count

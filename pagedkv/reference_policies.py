@@ -1,26 +1,18 @@
 """Slow, obviously right models of the eviction policies: one block at a time, lists and whole prefixes."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-Path = tuple[Any, ...]
-
-
-class ModelBlock:
-    """A block as the models know it: how many hold it, and the prefix that it is cached for, if any."""
-
-    def __init__(self) -> None:
-        """Start held once, without content."""
-        self.refs = 1
-        self.path: Path | None = None
+from pagedkv.namespace import Namespace
+from pagedkv.reference_blocks import ModelBlock, Path
 
 
 class ReferencePolicy:
     """Least recently used; the other models say what differs.
 
-    The manager's model calls ``released`` when a block becomes idle, ``hit`` when an open found it,
-    ``choose`` for a victim among the idle leaves (least recently released first), then ``evicted``, and
-    ``forgotten`` when content is lost otherwise.
+    The manager's model calls ``released`` when a block becomes idle, then asks for the ``surplus``; ``hit``
+    when an open found it, ``choose`` for a victim among the idle leaves (least recently released first),
+    then ``evicted``, and ``forgotten`` when content is lost otherwise. Write one for a policy of your own to
+    compare it: a subclass says what differs.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -33,8 +25,16 @@ class ReferencePolicy:
     def retain(self, block: ModelBlock, priority: int) -> None:
         """The block has a priority."""
 
+    def resize(self, num_blocks: int) -> None:
+        """The pool has another size."""
+        self.num_blocks = num_blocks
+
     def hit(self, block: ModelBlock) -> None:
         """An open found the block."""
+
+    def surplus(self, leaves: Callable[[], Sequence[ModelBlock]]) -> ModelBlock | None:
+        """A leaf that must go although nobody needs the room."""
+        return None
 
     def choose(self, leaves: Sequence[ModelBlock]) -> ModelBlock:
         """The leaf to give up."""
@@ -81,7 +81,7 @@ class ReferenceCost(ReferenceLFU):
     def released(self, block: ModelBlock) -> None:
         """Fix what it is worth."""
         assert block.path is not None
-        depth = (len(block.path) - 1) // self.block_size
+        depth = len(block.path) - 1
         self.worth[block] = self.age + (self.hits.get(block, 0) + 1) * (1.0 + (depth - 1) / 2000)
 
     def choose(self, leaves: Sequence[ModelBlock]) -> ModelBlock:
@@ -113,6 +113,39 @@ class ReferencePriority(ReferencePolicy):
     def forgotten(self, block: ModelBlock) -> None:
         """Back to the default."""
         self.priority.pop(block, None)
+
+
+class ReferenceQuotas(ReferencePolicy):
+    """Least recently used, and of some namespaces at most so many."""
+
+    def __init__(self, num_blocks: int, block_size: int, limits: Iterable[tuple[Namespace, int]]) -> None:
+        """Give each of these namespaces a limit."""
+        super().__init__(num_blocks, block_size)
+        self.limits = dict(limits)
+        self.idle: list[ModelBlock] = []
+
+    def released(self, block: ModelBlock) -> None:
+        """Count."""
+        if block not in self.idle:
+            self.idle.append(block)
+
+    def surplus(self, leaves: Callable[[], Sequence[ModelBlock]]) -> ModelBlock | None:
+        """The least recently used of a namespace that has too many."""
+        for namespace, limit in self.limits.items():
+            if sum(_namespace(block) == namespace for block in self.idle if not block.refs) > limit:
+                return next(block for block in leaves() if _namespace(block) == namespace)
+        return None
+
+    def forgotten(self, block: ModelBlock) -> None:
+        """Do not count it any more."""
+        if block in self.idle:
+            self.idle.remove(block)
+
+
+def _namespace(block: ModelBlock) -> Namespace | None:
+    assert block.path is not None
+    namespace: Namespace | None = block.path[0]
+    return namespace
 
 
 class ReferenceFIFO(ReferencePolicy):
@@ -195,6 +228,16 @@ class ReferenceS3FIFO(ReferencePolicy):
         self.small_size = max(1, num_blocks // 10)
         self.has_evicted = False
 
+    def resize(self, num_blocks: int) -> None:
+        """Other shares."""
+        self._trim()
+        super().resize(num_blocks)
+        self._trim()
+        self.small_size = max(1, num_blocks // 10)
+
+    def _trim(self) -> None:
+        del self.ghosts[: max(0, len(self.ghosts) - self.num_blocks * 9 // 10)]
+
     def released(self, block: ModelBlock) -> None:
         """New content enters the small queue, a ghost the main one."""
         if block in self.small + self.main:
@@ -242,7 +285,7 @@ class ReferenceS3FIFO(ReferencePolicy):
         """Out of the small queue, become a ghost."""
         self.has_evicted = True
         if block in self.small:
-            del self.ghosts[: max(0, len(self.ghosts) - self.num_blocks * 9 // 10)]
+            self._trim()
             self.ghosts.append(block.path)
         self.forgotten(block)
 
@@ -280,6 +323,15 @@ class ReferenceARC(ReferencePolicy):
             self.t2.add(block)
         else:
             self.t1.add(block)
+        self._trim()
+
+    def resize(self, num_blocks: int) -> None:
+        """Trim all to the new size."""
+        super().resize(num_blocks)
+        self.p = min(self.p, num_blocks)
+        self._trim()
+
+    def _trim(self) -> None:
         while self.b1 and len(self.t1) + len(self.b1) > self.num_blocks:
             del self.b1[0]
         while self.b2 and len(self.t1 | self.t2) + len(self.b1) + len(self.b2) > 2 * self.num_blocks:

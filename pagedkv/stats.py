@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pagedkv.errors import PagedKVError
+from pagedkv.histogram import ResidencyHistograms
 from pagedkv.spec import KVCacheSpec
 
 
@@ -33,7 +34,8 @@ class ManagerStats:
 
     Counters since the manager was made, over ``num_opened`` successful opens: ``queried_tokens`` prompt
     tokens, of which ``hit_tokens`` were in the cache; ``queried_blocks`` full prompt blocks, of which
-    ``hit_blocks`` were. A sequence that is opened again after a preemption counts again.
+    ``hit_blocks`` were. A sequence that is opened again after a preemption counts again. ``residency``, how
+    long content lives, waits for reuse and idles, is measured where the policy is a ``Residency``.
     """
 
     num_blocks: int
@@ -53,6 +55,7 @@ class ManagerStats:
     hit_blocks: int
     evicted_blocks: int
     copied_blocks: int
+    residency: ResidencyHistograms | None = None
 
     @property
     def usage(self) -> float:
@@ -104,10 +107,10 @@ class OpenCounters:
         self.queried_blocks = 0
         self.hit_blocks = 0
 
-    def count_open(self, num_tokens: int, block_size: int, hit_blocks: int) -> None:
-        """Count one sequence, and the blocks of its prompt that were found."""
+    def count_open(self, num_tokens: int, block_size: int, hit_blocks: int, hit_tokens: int) -> None:
+        """Count one sequence, and the blocks and tokens of its prompt that were found."""
         self.num_opened += 1
         self.queried_tokens += num_tokens
         self.queried_blocks += num_tokens // block_size
         self.hit_blocks += hit_blocks
-        self.hit_tokens += hit_blocks * block_size
+        self.hit_tokens += hit_tokens

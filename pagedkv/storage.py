@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagedkv import native
 from pagedkv.arithmetic import div_ceil
+from pagedkv.block_moves import move_blocks, put_blocks, take_blocks
 from pagedkv.errors import BlockError, PagedKVError
 from pagedkv.kv_write import write_kv
 from pagedkv.layer_spec import whole_number
@@ -204,7 +205,8 @@ class KVStorage:
             BlockError: ids outside 1..num_blocks, lists of different length, or a repeated destination.
                 Nothing is copied then.
 
-        Cost: n blocks read and written twice (through a temporary of n blocks), two operations per buffer.
+        Cost: n blocks read and written once on the CPU; twice elsewhere or if the lists overlap, through a
+        temporary of n blocks of one buffer.
 
         >>> spec = KVCacheSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fp32", block_size=1)
         >>> storage = KVStorage(spec, num_blocks=2)
@@ -213,13 +215,48 @@ class KVStorage:
         >>> [x.item() for x in storage.gather(0, [2], 1)]
         [5.0, 6.0]
         """
-        sources, targets = self._checked_ids("src", src), self._checked_ids("dst", dst)
-        if len(sources) != len(targets):
-            raise BlockError(f"src holds {len(sources)} block ids and dst {len(targets)}")
-        _refuse_repeated("dst block", targets)
-        sources, targets = sources.to(self.device), targets.to(self.device)
+        sources, targets = _checked_pairs(self._checked_ids("src", src), self._checked_ids("dst", dst))
+        apart = not bool(torch.isin(sources, targets).any())
         for buffer in self._buffers:
-            buffer[:, targets] = buffer[:, sources]
+            if apart:
+                move_blocks(buffer, buffer, sources, targets)
+            else:
+                put_blocks(buffer, targets, take_blocks(buffer, sources))
+
+    @torch.no_grad()
+    def copy_blocks_to(self, other: "KVStorage", src: BlockIds, dst: BlockIds) -> None:
+        """Copy block ``src[i]`` onto block ``dst[i]`` of ``other``: all layers, and scales with their values.
+
+        The storages may be on different devices and laid out differently; with equal layouts it is faster.
+        Between CUDA and the CPU the blocks pass through pinned memory, and the host waits for them.
+
+        Args:
+            other: another storage of an equal spec.
+            src, dst: n block ids each (sequence, array or tensor of integers), read by the host.
+
+        Raises:
+            PagedKVError: ``other`` is this storage (see ``copy_blocks``), or its spec differs.
+            BlockError: ids that one of the two lacks, lists of different length, or a repeated destination.
+                Nothing is copied then.
+
+        Cost: n blocks read and written once on the CPU, one strided copy per buffer for ids that count up on
+        both sides; else once more on either side.
+
+        >>> spec = KVCacheSpec.uniform(num_layers=1, num_kv_heads=1, head_dim=1, dtype="fp32", block_size=1)
+        >>> device, host = KVStorage(spec, num_blocks=2), KVStorage(spec, num_blocks=9, layout="NHD")
+        >>> device.write(0, torch.tensor([[[5.0]]]), torch.tensor([[[6.0]]]), torch.tensor([1]))
+        >>> device.copy_blocks_to(host, [1], [9])
+        >>> [x.item() for x in host.gather(0, [9], 1)]
+        [5.0, 6.0]
+        """
+        if not isinstance(other, KVStorage) or other is self:
+            what = "this one" if other is self else type(other).__name__
+            raise PagedKVError(f"blocks are copied to another KVStorage, got {what}")
+        if other.spec != self.spec:
+            raise PagedKVError(f"the storages differ: {self.spec} here, {other.spec} there")
+        sources, targets = _checked_pairs(self._checked_ids("src", src), other._checked_ids("dst", dst))
+        for ours, theirs in zip(self._buffers, other._buffers, strict=True):
+            move_blocks(ours, theirs, sources, targets)
 
     def gather(self, layer: int, block_ids: BlockIds, seq_len: int) -> KVPair:
         """The first ``seq_len`` tokens of a sequence, contiguous.
@@ -314,6 +351,13 @@ class KVStorage:
         if outside.size:
             raise BlockError(f"{name} holds block {outside[0]}, outside 1..{self.num_blocks}")
         return torch.from_numpy(array.astype(np.int64))
+
+
+def _checked_pairs(src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
+    if len(src) != len(dst):
+        raise BlockError(f"src holds {len(src)} block ids and dst {len(dst)}")
+    _refuse_repeated("dst block", dst)
+    return src, dst
 
 
 def _tokens(values: Tensor, scale: Tensor | None, ids: Tensor, seq_len: int) -> Tensor:

@@ -39,20 +39,28 @@ def shared_tails(cache: BlockCache, tables: PageTable, rows: Int64Array) -> Shar
     cached builds on it, the last of them keeps it. Changes nothing. Cost: O(rows), vectorised, plus
     O(1) for each such tail.
     """
-    index, lens = cache.index, tables.seq_len[rows]
+    lens = tables.seq_len[rows]
     partial = lens % tables.block_size != 0
     tails = tables.blocks[rows, np.where(partial, lens // tables.block_size, 0)]
-    copied = np.flatnonzero(partial & cache.is_shared(tails)).astype(np.int32)
-    unique, last, holders = np.unique(tails[copied][::-1], return_index=True, return_counts=True)
-    sole = cache.pool.ref_count[unique] == holders
-    leaf = np.array([not index.indexed[b] or index.is_leaf(int(b)) for b in unique], np.bool_)
-    private = unique[sole & leaf]
-    return SharedTails(
-        copied=np.delete(copied, len(copied) - 1 - last[sole & leaf]),
-        private=private[index.indexed[private]],
-        burdened=unique[sole & ~leaf],
-        burdened_rows=copied[len(copied) - 1 - last[sole & ~leaf]],
-    )
+    shared = np.flatnonzero(partial & cache.is_shared(tails)).tolist()
+    if not shared:
+        return NO_TAILS
+    holders: dict[int, list[int]] = {}
+    for i in shared:
+        holders.setdefault(int(tails[i]), []).append(i)
+    copied, private, burdened, burdened_rows = set(shared), [], [], []
+    for block, held_by in holders.items():
+        indexed = cache.index.indexed[block]
+        if cache.pool.ref_count[block] != len(held_by):
+            continue
+        if indexed and not cache.index.is_leaf(block):
+            burdened.append(block)
+            burdened_rows.append(held_by[-1])
+            continue
+        copied.remove(held_by[-1])
+        if indexed:
+            private.append(block)
+    return SharedTails(*(np.array(x, np.int32) for x in (sorted(copied), private, burdened, burdened_rows)))
 
 
 def unused_slots(cache: BlockCache, tables: PageTable, maybe_shared: Collection[int]) -> int:

@@ -246,7 +246,7 @@ def test_forked_children_follow_their_own_tokens(block_size: int, dtype: str) ->
     got = torch.stack([decode_step(cache, ids, [follow[i][step] for i in ids]) for step in range(24)])
     partial = len(prompt) % block_size != 0
     # "late" still holds the tail, so each of the three had to copy it
-    assert cache.stats().copied_blocks == (3 if partial else 0)
+    assert cache.manager.stats().copied_blocks == (3 if partial else 0)
     for n, i in enumerate(ids):
         if dtype == "fp32":
             want = tiny_llama.full_forward(MODEL, [*prompt, *follow[i]])[-24:]
@@ -359,8 +359,8 @@ def test_rejected_drafts_leave_no_trace(block_size: int) -> None:
         # a draft of 1..6 tokens, of which the first few are right
         right = min(rng.randint(0, 5), len(follow) - done - 1)
         draft = [*follow[done : done + right], *random_tokens(rng.randint(1, 5), seed=done)]
-        start = cache.num_tokens("a")
-        assert cache.append("a", len(draft))
+        start = cache.manager.tables.num_tokens("a")
+        assert cache.step(["a"], len(draft))
         logits = tiny_llama.run_chunk(MODEL, cache, "a", draft, start)
         if right:
             assert_equal_logits(logits[:right], want[done : done + right])
@@ -397,7 +397,7 @@ def test_cached_prefix_that_others_can_see_outlives_a_cut_into_it(keep: int, hel
     other = random_tokens(40, seed=26)
     assert_follows(cache, "a", prompt[:keep], other)
     in_place = keep == 33 and not held
-    assert cache.stats().copied_blocks == (0 if in_place or keep % 16 == 0 else 1)
+    assert cache.manager.stats().copied_blocks == (0 if in_place or keep % 16 == 0 else 1)
 
     logits = prefill(cache, "b", prompt)
     assert len(logits) == (18 if in_place else 2)
@@ -476,7 +476,7 @@ def test_everything_stays_exact_while_blocks_are_evicted(seed: int, dtype: str) 
         cache.manager.check_invariants()
     for seq_id in list(sequences):
         finish(seq_id)
-    stats = cache.stats()
+    stats = cache.manager.stats()
     assert stats.active_blocks == 0
     assert min(stats.evicted_blocks, stats.hit_blocks, stats.copied_blocks, refused) > 3
 

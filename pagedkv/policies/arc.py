@@ -5,7 +5,7 @@ import numpy as np
 from pagedkv.page_table import Int32Array
 from pagedkv.policies.fingerprints import Fingerprints, Ghosts
 from pagedkv.policies.leaf_policy import Candidates, Choice, LeafPolicy
-from pagedkv.policies.policy import BlockView
+from pagedkv.policies.policy import NO_BLOCKS, BlockView
 
 _ONCE, _AGAIN = 0, 1
 
@@ -27,11 +27,11 @@ class ARC(LeafPolicy):
     def bind(self, view: BlockView) -> None:
         """Start with empty lists."""
         super().bind(view)
-        self._is_known = [False] * (view.num_blocks + 1)
+        self._is_known = self.per_block(False)
         self._sizes = [0, 0]  # held blocks included
         self._target = 0.0  # for the size of the list of what was used once
         self._ghosts = (Ghosts(), Ghosts())
-        self._prints = Fingerprints(view)
+        self._prints = Fingerprints(view, self.per_block(0))
 
     def score(self, block: int) -> int:
         """The time of the last use."""
@@ -72,7 +72,7 @@ class ARC(LeafPolicy):
                 lists[self._lane[exposed[-1]]].put(exposed)
         return np.array(choice.blocks, np.int32)
 
-    def evict(self, ids: Int32Array) -> None:
+    def evict(self, ids: Int32Array, keep: Int32Array = NO_BLOCKS) -> None:
         """Remember what goes."""
         for block in ids.tolist():
             self._ghosts[self._lane[block]].add(self._prints[block])
@@ -80,23 +80,27 @@ class ARC(LeafPolicy):
 
     def forget(self, ids: Int32Array) -> None:
         """Leave the lists."""
-        super().forget(ids)
         for block in ids.tolist():
             if self._is_known[block]:
                 self._sizes[self._lane[block]] -= 1
-            self._is_known[block] = False
-        self._prints.forget(ids.tolist())
+        super().forget(ids)
+
+    def resize(self, num_blocks: int) -> None:
+        """Keep the target within the cache, and no more ghosts than belong to it."""
+        super().resize(num_blocks)
+        self._target = min(self._target, float(num_blocks))
+        self._trim_ghosts()
 
     def _trim_ghosts(self) -> None:
         """Each list with its ghosts is as long as the cache, or both together twice as long."""
-        self._ghosts[_ONCE].trim(self.view.num_blocks - self._sizes[_ONCE])
-        self._ghosts[_AGAIN].trim(2 * self.view.num_blocks - sum(self._sizes) - len(self._ghosts[_ONCE]))
+        self._ghosts[_ONCE].trim(self.num_blocks - self._sizes[_ONCE])
+        self._ghosts[_AGAIN].trim(2 * self.num_blocks - sum(self._sizes) - len(self._ghosts[_ONCE]))
 
     def _lane_of_new(self, fingerprint: int) -> int:
         """Where new content goes; a ghost moves the target."""
         once, again = len(self._ghosts[_ONCE]), len(self._ghosts[_AGAIN])
         if self._ghosts[_ONCE].remove(fingerprint):
-            self._target = min(self._target + max(again / once, 1.0), float(self.view.num_blocks))
+            self._target = min(self._target + max(again / once, 1.0), float(self.num_blocks))
         elif self._ghosts[_AGAIN].remove(fingerprint):
             self._target = max(self._target - max(once / again, 1.0), 0.0)
         else:

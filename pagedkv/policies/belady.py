@@ -29,7 +29,7 @@ class Belady(LeafPolicy):
     def bind(self, view: BlockView) -> None:
         """Expect nothing to be used."""
         super().bind(view)
-        self._next_use = [math.inf] * (view.num_blocks + 1)
+        self._next_use = self.per_block(math.inf)
 
     def announce(self, ids: Int32Array, next_uses: Iterable[float]) -> None:
         """Say when each of these held blocks is used next, on any scale; ``math.inf`` for never."""
@@ -39,9 +39,3 @@ class Belady(LeafPolicy):
     def score(self, block: int) -> tuple[float, int]:
         """Last use first, then least recently used."""
         return -self._next_use[block], self._pushed
-
-    def forget(self, ids: Int32Array) -> None:
-        """Nothing is known of the next content."""
-        super().forget(ids)
-        for block in ids.tolist():
-            self._next_use[block] = math.inf

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from pagedkv.page_table import Int32Array
 from pagedkv.policies.leaf_policy import LeafPolicy
-from pagedkv.policies.policy import BlockView
+from pagedkv.policies.policy import NO_BLOCKS, BlockView
 
 
 def prefill_cost(depth: int) -> float:
@@ -33,8 +33,8 @@ class CostAware(LeafPolicy):
     def bind(self, view: BlockView) -> None:
         """Start at age 0."""
         super().bind(view)
-        self._cost = [0.0] * (view.num_blocks + 1)  # 0: not known yet
-        self._hits = [0] * (view.num_blocks + 1)
+        self._cost = self.per_block(0.0)  # 0: not known yet
+        self._hits = self.per_block(0)
         self._age = 0.0
 
     def score(self, block: int) -> tuple[float, int]:
@@ -55,16 +55,10 @@ class CostAware(LeafPolicy):
         for block in ids.tolist():
             self._hits[block] += 1
 
-    def evict(self, ids: Int32Array) -> None:
+    def evict(self, ids: Int32Array, keep: Int32Array = NO_BLOCKS) -> None:
         """Grow as old as what goes."""
         for block in ids.tolist():
             key = self._key[block]
             assert key is not None
             self._age = max(self._age, key[0][0])
         self.forget(ids)
-
-    def forget(self, ids: Int32Array) -> None:
-        """The next content starts without hits, at another depth."""
-        super().forget(ids)
-        for block in ids.tolist():
-            self._hits[block], self._cost[block] = 0, 0.0

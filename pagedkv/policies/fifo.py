@@ -1,6 +1,5 @@
 """First in, first out: hits do not count."""
 
-from pagedkv.page_table import Int32Array
 from pagedkv.policies.leaf_policy import LeafPolicy
 from pagedkv.policies.policy import BlockView
 
@@ -20,16 +19,10 @@ class FIFO(LeafPolicy):
     def bind(self, view: BlockView) -> None:
         """Remember since when each block has its content."""
         super().bind(view)
-        self._since = [0] * (view.num_blocks + 1)
+        self._since = self.per_block(0)
 
     def score(self, block: int) -> int:
         """When the content came."""
         if not self._since[block]:
             self._since[block] = self._pushed
         return self._since[block]
-
-    def forget(self, ids: Int32Array) -> None:
-        """The next content comes at another time."""
-        super().forget(ids)
-        for block in ids.tolist():
-            self._since[block] = 0

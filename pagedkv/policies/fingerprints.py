@@ -1,7 +1,6 @@
 """Numbers for contents, so that a policy can remember what is gone."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
 
 from pagedkv.policies.policy import BlockView
 
@@ -10,16 +9,16 @@ _FACTOR = 0xD6E8FEB86659FD93
 
 
 class Fingerprints:
-    """64 bits for each block's content and whole prefix, kept until the block is forgotten.
+    """64 bits for each block's content and whole prefix, kept in a list of the policy's.
 
     Equal in any process. Two contents may have the same one: that misleads an order, and never a hit.
     Cost: about 0.3 us per block, once per content.
     """
 
-    def __init__(self, view: BlockView) -> None:
-        """Know none yet."""
+    def __init__(self, view: BlockView, of: list[int]) -> None:
+        """Keep them in ``of``, 0 for each block now and whenever it is forgotten."""
         self._view = view
-        self._of = [0] * (view.num_blocks + 1)
+        self._of = of
 
     def __getitem__(self, block: int) -> int:
         """Return the fingerprint of a block that was learnt."""
@@ -39,11 +38,6 @@ class Fingerprints:
             value = (value ^ own) * _FACTOR & _MASK
             value = (value ^ value >> 32) * _FACTOR + 1 & _MASK or 1
             self._of[block] = value
-
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Their content is another from now on."""
-        for block in blocks:
-            self._of[block] = 0
 
 
 class Ghosts:

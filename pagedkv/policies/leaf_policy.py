@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from sortedcontainers import SortedList
@@ -13,6 +13,8 @@ from pagedkv.policies.policy import BlockView, EvictionPolicy
 
 Key = tuple[Any, ...]
 """A score, least first, that ends in the block's id."""
+
+T = TypeVar("T")
 
 
 class LeafPolicy(EvictionPolicy):
@@ -25,6 +27,10 @@ class LeafPolicy(EvictionPolicy):
     the block is held again. It may spread blocks over several ``lanes``, each with an order of its own,
     by writing ``_lane`` before the block becomes idle.
 
+    What it remembers of each block it keeps in lists from ``per_block``, made in ``bind``: they forget,
+    move and grow with the blocks. What else names blocks, or depends on how many there are, is to be seen
+    to in ``rename`` and ``resize``.
+
     Cost: O(log n) to add or remove a leaf, O(1) for any other block, whatever the number idle.
     """
 
@@ -33,19 +39,26 @@ class LeafPolicy(EvictionPolicy):
     def bind(self, view: BlockView) -> None:
         """Make empty orders."""
         super().bind(view)
-        size = view.num_blocks + 1
-        self._key: list[Key | None] = [None] * size  # None: not idle
-        self._lane: list[int] = [0] * size
-        self._parent: list[int] = [0] * size
-        self._children: list[int] = [0] * size  # how many are idle
+        self._lists: list[tuple[list[Any], Any]] = []  # all that ``per_block`` made, with their defaults
+        self._key: list[Key | None] = self.per_block(None)  # None: not idle
+        self._lane = self.per_block(0)
+        self._parent = self.per_block(0)
+        self._children = self.per_block(0)  # how many are idle
         self._leaves: list[SortedList[Key]] = [SortedList() for _ in range(self.lanes)]
         self._pushed = 0
+
+    def per_block(self, default: T) -> list[T]:
+        """A list to be indexed by block id: ``default`` for whoever has no content or is not known yet."""
+        values = [default] * (self.num_blocks + 1)
+        self._lists.append((values, default))
+        return values
 
     @abstractmethod
     def score(self, block: int) -> Any:
         """What a block that becomes idle now is worth: numbers, or equally long tuples of them.
 
-        ``self._pushed`` counts the blocks that became idle, this one included: a time.
+        ``self._pushed`` counts the blocks that became idle, this one included: a time. No two blocks may
+        have the same score, or their ids decide.
         """
 
     def push(self, ids: Int32Array) -> None:
@@ -73,6 +86,40 @@ class LeafPolicy(EvictionPolicy):
             self._children[parent] -= 1
             if not self._children[parent] and self._key[parent] is not None:
                 self._leaves[self._lane[parent]].add(self._key[parent])
+
+    def forget(self, ids: Int32Array) -> None:
+        """Blocks have lost their content, and all that is known of it goes back to the defaults."""
+        self.discard(ids)
+        blocks = ids.tolist()
+        for values, default in self._lists:
+            for block in blocks:
+                values[block] = default
+
+    def rename(self, old: Int32Array, new: Int32Array) -> None:
+        """Move what is known of blocks. Cost: O(log n) for each, and O(num_blocks) if one is a parent."""
+        names = dict(zip(old.tolist(), new.tolist(), strict=True))
+        for block in names:
+            if self._key[block] is not None and not self._children[block]:
+                self._leaves[self._lane[block]].remove(self._key[block])
+        for values, default in self._lists:
+            for block, name in names.items():
+                values[name], values[block] = values[block], default
+        for name in names.values():
+            key = self._key[name]
+            if key is not None:
+                self._key[name] = (*key[:-1], name)
+                if not self._children[name]:
+                    self._leaves[self._lane[name]].add(self._key[name])
+        parents = {block: name for block, name in names.items() if self._children[name]}
+        if parents:
+            self._parent[:] = [parents.get(parent, parent) for parent in self._parent]
+
+    def resize(self, num_blocks: int) -> None:
+        """Let the lists have as many entries. Cost: O(num_blocks), without a step per block."""
+        super().resize(num_blocks)
+        for values, default in self._lists:
+            del values[num_blocks + 1 :]
+            values += [default] * (num_blocks + 1 - len(values))
 
     def first(self, count: int, keep: Int32Array) -> Int32Array:
         """Up to ``count`` idle blocks, none of ``keep``: each time the leaf with the least score."""

@@ -20,7 +20,7 @@ class LFU(LeafPolicy):
     def bind(self, view: BlockView) -> None:
         """Start without hits."""
         super().bind(view)
-        self._hits = [0] * (view.num_blocks + 1)
+        self._hits = self.per_block(0)
 
     def score(self, block: int) -> tuple[int, int]:
         """Hits, then the time of the last use."""
@@ -30,9 +30,3 @@ class LFU(LeafPolicy):
         """Count."""
         for block in ids.tolist():
             self._hits[block] += 1
-
-    def forget(self, ids: Int32Array) -> None:
-        """The next content starts without hits."""
-        super().forget(ids)
-        for block in ids.tolist():
-            self._hits[block] = 0

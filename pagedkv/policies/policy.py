@@ -9,7 +9,8 @@ from pagedkv.errors import PagedKVError
 from pagedkv.namespace import Namespace
 from pagedkv.page_table import Int32Array
 
-_NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
+NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
+"""No ids."""
 
 
 class BlockView(Protocol):
@@ -17,7 +18,7 @@ class BlockView(Protocol):
 
     @property
     def num_blocks(self) -> int:
-        """Ids are ``1..num_blocks``."""
+        """Ids are ``1..num_blocks`` when the policy is bound; later a ``resize`` says it."""
 
     def parent(self, block: int) -> int:
         """The block before this one, 0 for the first of a branch. Cost: O(1)."""
@@ -46,6 +47,7 @@ class EvictionPolicy(ABC):
     own: ``first`` (which changes nothing, as the manager may still fail), ``discard``, ``evict``,
     ``hit``; after a ``push`` it asks for the ``surplus``. A block keeps its content, and whatever a
     policy knows of it, while it goes back and forth between held and idle, until ``evict`` or ``forget``.
+    Content that moves to another block takes all that with it: ``rename``.
 
     Children come before parents: whoever holds a block holds its whole prefix, so below an idle block
     all are idle, and ``first`` must not name a block before all of them.
@@ -59,6 +61,10 @@ class EvictionPolicy(ABC):
         if "view" in vars(self):
             raise PagedKVError(f"this {type(self).__name__} orders the blocks of another manager already")
         self.view = view
+        self.num_blocks = view.num_blocks
+
+    def stored(self, ids: Int32Array) -> None:  # noqa: B027  what most policies need not know
+        """Held blocks have content from now on; in any order, of any branches."""
 
     @abstractmethod
     def push(self, ids: Int32Array) -> None:
@@ -78,13 +84,26 @@ class EvictionPolicy(ABC):
     def hit(self, ids: Int32Array) -> None:  # noqa: B027  what most policies need not know
         """An open found these blocks and holds them now, shallowest first; others may hold them too."""
 
-    def evict(self, ids: Int32Array) -> None:
-        """What ``first`` named, and would name again now, has lost its content."""
+    def evict(self, ids: Int32Array, keep: Int32Array = NO_BLOCKS) -> None:
+        """What ``first`` named, and would name again now if it kept ``keep``, has lost its content."""
         self.forget(ids)
 
     def forget(self, ids: Int32Array) -> None:
         """Blocks, idle or held, have lost their content for another reason."""
         self.discard(ids)
+
+    @abstractmethod
+    def rename(self, old: Int32Array, new: Int32Array) -> None:
+        """Blocks ``old[i]``, idle or held, with content, are called ``new[i]`` from now on.
+
+        No id of ``new`` has content. The order, and whatever is known of the content, stays as it was; the
+        ``view`` may know the blocks by either name meanwhile.
+        """
+
+    @abstractmethod
+    def resize(self, num_blocks: int) -> None:
+        """Ids are ``1..num_blocks`` from now on; no block above has content."""
+        self.num_blocks = num_blocks
 
     def surplus(self) -> Int32Array | None:
         """Idle blocks that shall go although nobody needs the room, as ``first`` would name them."""
@@ -99,4 +118,4 @@ class EvictionPolicy(ABC):
 
     def ids(self) -> Int32Array:
         """All idle blocks in the order in which they would go. Cost: O(n log n)."""
-        return self.first(self.view.num_blocks, _NO_BLOCKS)
+        return self.first(self.num_blocks, NO_BLOCKS)

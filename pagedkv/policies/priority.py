@@ -24,7 +24,7 @@ class Priority(LeafPolicy):
     >>> manager = KVCacheManager(4, block_size=2, policy=Priority())
     >>> for name, start in (("system", 0), ("chat", 10)):
     ...     _ = manager.open(name, range(start, start + 4)); manager.commit(name, range(start, start + 4))
-    >>> manager.retain("system", 90)
+    >>> manager.retention.set_priority("system", 90)
     2
     >>> manager.close("system"); manager.close("chat")
     >>> manager.open("new", range(20, 24)); manager.open("again", range(5))
@@ -41,7 +41,7 @@ class Priority(LeafPolicy):
     def bind(self, view: BlockView) -> None:
         """Give every block the default."""
         super().bind(view)
-        self._priority = [self._default] * (view.num_blocks + 1)
+        self._priority = self.per_block(self._default)
         self._until: dict[int, float] = {}
         self._expiries: list[tuple[float, int]] = []  # void unless _until says the same
 
@@ -57,11 +57,9 @@ class Priority(LeafPolicy):
         for block in ids.tolist():
             self._until.pop(block, None)
             if until is not None:
-                self._until[block] = until
-                heappush(self._expiries, (until, block))
+                self._expire_at(block, until)
             self._set(block, priority)
-        if len(self._expiries) > 2 * len(self._until) + 64:  # mostly void
-            self._expiries = sorted((time, block) for block, time in self._until.items())
+        self._drop_void_expiries()
 
     def first(self, count: int, keep: Int32Array) -> Int32Array:
         """Lowest priority first, none of ``keep``."""
@@ -73,8 +71,16 @@ class Priority(LeafPolicy):
         """The next content has the default."""
         super().forget(ids)
         for block in ids.tolist():
-            self._priority[block] = self._default
             self._until.pop(block, None)
+
+    def rename(self, old: Int32Array, new: Int32Array) -> None:
+        """Let the time of each go on."""
+        super().rename(old, new)
+        for block, name in zip(old.tolist(), new.tolist(), strict=True):
+            until = self._until.pop(block, None)
+            if until is not None:
+                self._expire_at(name, until)
+        self._drop_void_expiries()
 
     def _until_after(self, ttl: float) -> float:
         if self._clock is None:
@@ -82,6 +88,14 @@ class Priority(LeafPolicy):
         if isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not ttl > 0:
             raise PagedKVError(f"ttl must be a number above 0, got {ttl!r}")
         return self._clock() + ttl
+
+    def _expire_at(self, block: int, until: float) -> None:
+        self._until[block] = until
+        heappush(self._expiries, (until, block))
+
+    def _drop_void_expiries(self) -> None:
+        if len(self._expiries) > 2 * len(self._until) + 64:  # mostly void
+            self._expiries = sorted((time, block) for block, time in self._until.items())
 
     def _expire(self, now: float) -> None:
         """Give back the default to blocks whose time is over."""

@@ -7,14 +7,14 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.block_ids import resized
 from pagedkv.errors import PagedKVError
 from pagedkv.namespace import Namespace
 from pagedkv.page_table import Int32Array, Int64Array
 from pagedkv.policies.lru import LRU
-from pagedkv.policies.policy import BlockView, EvictionPolicy
+from pagedkv.policies.policy import NO_BLOCKS, BlockView, EvictionPolicy
 
 _UNKNOWN, _OTHERS = -1, 0
-_NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
 
 
 class NamespaceQuotas(EvictionPolicy):
@@ -51,6 +51,7 @@ class NamespaceQuotas(EvictionPolicy):
         }
         self._limits = [None, *limits.values()]
         self._parts = [make_policy() for _ in self._limits]
+        self._tells_stored = any(type(part).stored is not EvictionPolicy.stored for part in self._parts)
 
     def bind(self, view: BlockView) -> None:
         """Start with no idle block in any part."""
@@ -58,11 +59,23 @@ class NamespaceQuotas(EvictionPolicy):
         for part in self._parts:
             part.bind(view)
         size = view.num_blocks + 1
-        self._part_of: npt.NDArray[np.int32] = np.full(size, _UNKNOWN, np.int32)
+        self._part_of: Int32Array = np.full(size, _UNKNOWN, np.int32)
         self._idle: npt.NDArray[np.bool_] = np.zeros(size, np.bool_)
         self._since: Int64Array = np.zeros(size, np.int64)
         self._time = 0
         self._counts = [0] * len(self._parts)  # idle blocks of each
+
+    def stored(self, ids: Int32Array) -> None:
+        """Blocks got content just now and are held; only parts that want to know are told."""
+        if not self._tells_stored:
+            return
+        for block in ids.tolist():
+            number = self._part_of[self.view.parent(block)]  # unknown behind none
+            if number == _UNKNOWN:
+                number = self._part_numbers.get(self.view.namespace(block), _OTHERS)
+            self._part_of[block] = number
+        for number, some in self._by_part(ids):
+            self._parts[number].stored(some)
 
     def push(self, ids: Int32Array) -> None:
         """Blocks became idle: consecutive ones of one branch, deepest first."""
@@ -90,10 +103,10 @@ class NamespaceQuotas(EvictionPolicy):
         merged = merge(*lists, key=self._since.__getitem__)
         return np.fromiter(islice(merged, max(count, 0)), np.int32)
 
-    def evict(self, ids: Int32Array) -> None:
+    def evict(self, ids: Int32Array, keep: Int32Array = NO_BLOCKS) -> None:
         """What ``first`` or ``surplus`` named has lost its content."""
         for number, some in self._by_part(ids):
-            self._parts[number].evict(some)
+            self._parts[number].evict(some, keep)
         self._part_of[ids] = _UNKNOWN
 
     def forget(self, ids: Int32Array) -> None:
@@ -102,10 +115,30 @@ class NamespaceQuotas(EvictionPolicy):
             self._parts[number].forget(some)
         self._part_of[ids] = _UNKNOWN
 
+    def rename(self, old: Int32Array, new: Int32Array) -> None:
+        """Blocks are called otherwise from now on, in their part too."""
+        numbers = self._part_of[old]
+        for number in np.unique(numbers[numbers >= 0]).tolist():
+            self._parts[number].rename(old[numbers == number], new[numbers == number])
+        self._part_of[new], self._part_of[old] = numbers, _UNKNOWN
+        self._idle[new], self._idle[old] = self._idle[old], False
+        self._since[new] = self._since[old]
+
+    def resize(self, num_blocks: int) -> None:
+        """Ids are ``1..num_blocks`` from now on; quotas stay."""
+        unheard_of = slice(self.num_blocks + 1, None)
+        super().resize(num_blocks)
+        for part in self._parts:
+            part.resize(num_blocks)
+        self._part_of = resized(self._part_of, num_blocks)
+        self._part_of[unheard_of] = _UNKNOWN
+        self._idle = resized(self._idle, num_blocks)
+        self._since = resized(self._since, num_blocks)
+
     def surplus(self) -> Int32Array | None:
         """The first of each namespace that has too many."""
         over = [
-            part.first(count - limit, _NO_BLOCKS)
+            part.first(count - limit, NO_BLOCKS)
             for part, count, limit in zip(self._parts, self._counts, self._limits, strict=True)
             if limit is not None and count > limit
         ]

@@ -5,7 +5,7 @@ import numpy as np
 from pagedkv.page_table import Int32Array
 from pagedkv.policies.fingerprints import Fingerprints, Ghosts
 from pagedkv.policies.leaf_policy import Candidates, Choice, LeafPolicy
-from pagedkv.policies.policy import BlockView
+from pagedkv.policies.policy import NO_BLOCKS, BlockView
 
 _SMALL, _MAIN = 0, 1
 _MOST_HITS = 3
@@ -30,17 +30,14 @@ class S3FIFO(LeafPolicy):
     def bind(self, view: BlockView) -> None:
         """Start with empty queues."""
         super().bind(view)
-        size = view.num_blocks + 1
-        self._hits = [0] * size
-        self._place = [0] * size  # in its queue; 0: in none
+        self._hits = self.per_block(0)
+        self._place = self.per_block(0)  # in its queue; 0: in none
         self._entered = 0
         self._sizes = [0, 0]  # held blocks included
-        self._small_size = max(1, view.num_blocks // 10)
-        self._main_size = view.num_blocks - self._small_size
-        self._most_ghosts = view.num_blocks * 9 // 10
         self._has_evicted = False
-        self._prints = Fingerprints(view)
+        self._prints = Fingerprints(view, self.per_block(0))
         self._ghosts = Ghosts()
+        self._share_out()
 
     def score(self, block: int) -> int:
         """Its place in its queue."""
@@ -66,9 +63,9 @@ class S3FIFO(LeafPolicy):
         """Whom the queues would let go, none of ``keep``."""
         return np.array(_Plan(self, count, keep).choice.blocks, np.int32)
 
-    def evict(self, ids: Int32Array) -> None:
+    def evict(self, ids: Int32Array, keep: Int32Array = NO_BLOCKS) -> None:
         """Give the second chances that led to these victims."""
-        for block, hits in _Plan(self, len(ids), ids[:0]).second_chances:
+        for block, hits in _Plan(self, len(ids), keep).second_chances:
             self._hits[block] = hits
             self._sizes[self._lane[block]] -= 1
             old = self._lane[block]
@@ -84,12 +81,22 @@ class S3FIFO(LeafPolicy):
 
     def forget(self, ids: Int32Array) -> None:
         """Leave the queues."""
-        super().forget(ids)
         for block in ids.tolist():
             if self._place[block]:
                 self._sizes[self._lane[block]] -= 1
-            self._place[block] = self._hits[block] = 0
-        self._prints.forget(ids.tolist())
+        super().forget(ids)
+
+    def resize(self, num_blocks: int) -> None:
+        """Give the queues and the ghosts their shares of the new size."""
+        super().resize(num_blocks)
+        self._ghosts.trim(self._most_ghosts)  # the one too many that ``evict`` may have left
+        self._share_out()
+        self._ghosts.trim(self._most_ghosts)
+
+    def _share_out(self) -> None:
+        self._small_size = max(1, self.num_blocks // 10)
+        self._main_size = self.num_blocks - self._small_size
+        self._most_ghosts = self.num_blocks * 9 // 10
 
     def _enter(self, block: int, lane: int) -> None:
         self._entered += 1

@@ -7,7 +7,7 @@ import numpy as np
 from pagedkv.page_table import Int32Array
 from pagedkv.policies.fifo import FIFO
 from pagedkv.policies.leaf_policy import Candidates, Choice, Key
-from pagedkv.policies.policy import BlockView
+from pagedkv.policies.policy import NO_BLOCKS, BlockView
 
 _START: Key = (0, 0)
 
@@ -26,7 +26,7 @@ class SIEVE(FIFO):
     def bind(self, view: BlockView) -> None:
         """Put the hand before the oldest."""
         super().bind(view)
-        self._was_hit = [False] * (view.num_blocks + 1)
+        self._was_hit = self.per_block(False)
         self._hand = _START
 
     def hit(self, ids: Int32Array) -> None:
@@ -38,9 +38,9 @@ class SIEVE(FIFO):
         """Whom the hand would take, none of ``keep``."""
         return np.array(self._walk(count, keep.tolist())[0], np.int32)
 
-    def evict(self, ids: Int32Array) -> None:
+    def evict(self, ids: Int32Array, keep: Int32Array = NO_BLOCKS) -> None:
         """Let the hand go."""
-        blocks, passed = self._walk(len(ids), [])
+        blocks, passed = self._walk(len(ids), keep.tolist())
         for block in passed:
             self._was_hit[block] = False
         last = self._key[blocks[-1]] if blocks else None
@@ -48,12 +48,6 @@ class SIEVE(FIFO):
         if last is not None:
             beyond = next(self._leaves[0].irange(last), None)
             self._hand = last if beyond is not None else _START
-
-    def forget(self, ids: Int32Array) -> None:
-        """The next content starts without a hit."""
-        super().forget(ids)
-        for block in ids.tolist():
-            self._was_hit[block] = False
 
     def _walk(self, count: int, keep: list[int]) -> tuple[list[int], set[int]]:
         """Whom the hand takes, and whose hits it forgives on the way. Keys are (round, since, block)."""

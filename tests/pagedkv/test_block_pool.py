@@ -1,5 +1,7 @@
 """The block pool: three disjoint states, and misuse that is refused with numbers and changes nothing."""
 
+import copy
+import importlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +9,29 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagedkv import core
 from pagedkv.block_pool import ACTIVE, CACHED, FREE, BlockCounts, BlockPool
 from pagedkv.errors import BlockError
 from pagedkv.page_table import Int32Array
 
 NUM_BLOCKS = 8
+
+
+@pytest.fixture(
+    params=[
+        "numpy",
+        pytest.param(
+            "native", marks=pytest.mark.skipif(core.missing() is not None, reason="no compiled core")
+        ),
+    ],
+    autouse=True,
+)
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let every test of this file run with both engines."""
+    name: str = request.param
+    module = importlib.import_module(f"pagedkv.{name}_block_pool")
+    monkeypatch.setitem(globals(), "BlockPool", getattr(module, f"{name.title()}BlockPool"))
+    return name
 
 
 def ids(*values: int) -> Int32Array:
@@ -114,6 +134,28 @@ MISUSE: dict[str, tuple[Callable[[], BlockPool], Callable[[BlockPool], object], 
     "evict_a_victim_twice": (full_pool, lambda p: p.acquire(2, victims=ids(6, 6)), "block 6 twice"),
     "evict_a_foreign_victim": (full_pool, lambda p: p.acquire(1, victims=ids(9)), "evict block 9"),
     "share_and_evict_the_same": (full_pool, lambda p: p.acquire(1, ids(7), ids(7)), "block 7 twice"),
+    "rename_a_free_block": (
+        mixed_pool,
+        lambda p: p.rename(ids(1, 5), ids(6, 7)),
+        "rename block 5: it is free",
+    ),
+    "rename_a_block_twice": (mixed_pool, lambda p: p.rename(ids(1, 1), ids(6, 7)), "rename block 1 twice"),
+    "rename_a_foreign_block": (mixed_pool, lambda p: p.rename(ids(9), ids(6)), "rename block 9: ids are"),
+    "rename_to_an_active_block": (
+        mixed_pool,
+        lambda p: p.rename(ids(1), ids(2)),
+        "rename to block 2: it is act",
+    ),
+    "rename_to_a_cached_block": (
+        mixed_pool,
+        lambda p: p.rename(ids(1), ids(3)),
+        "rename to block 3: it is cac",
+    ),
+    "rename_to_one_block_twice": (mixed_pool, lambda p: p.rename(ids(1, 2), ids(6, 6)), "to block 6 twice"),
+    "rename_to_too_few": (mixed_pool, lambda p: p.rename(ids(1, 2), ids(6)), "rename 2 blocks to 1"),
+    "shrink_below_an_active_block": (mixed_pool, lambda p: p.resize(1), "to 1 blocks: block 2 is active"),
+    "shrink_below_a_cached_block": (mixed_pool, lambda p: p.resize(3), "to 3 blocks: block 4 is cached"),
+    "shrink_to_nothing": (mixed_pool, lambda p: p.resize(0), "at least 1 block, got 0"),
     "evict_an_active_block": (mixed_pool, lambda p: p.evict(ids(3, 1)), "evict block 1: it is active"),
     "evict_a_free_block": (mixed_pool, lambda p: p.evict(ids(3, 5)), "evict block 5: it is free"),
     "evict_a_block_twice": (mixed_pool, lambda p: p.evict(ids(3, 3)), "evict block 3 twice"),
@@ -222,6 +264,53 @@ def test_the_block_freed_last_is_handed_out_first() -> None:
     release(pool, ids(2, 5, 3))
     assert pool.acquire(2).tolist() == [3, 5]
     assert pool.acquire(1).tolist() == [2]
+
+
+def test_a_renamed_block_keeps_its_state_and_references() -> None:
+    """Held or cached as before under the new name; the old name is free, and handed out last."""
+    pool = mixed_pool()
+    pool.rename(ids(2, 4), ids(7, 5))
+    assert pool.state[1:].tolist() == [ACTIVE, FREE, CACHED, FREE, CACHED, FREE, ACTIVE, FREE]
+    assert pool.ref_count[1:].tolist() == [1, 0, 0, 0, 0, 0, 2, 0]
+    assert pool.counts == BlockCounts(free=4, cached=2, active=2)
+    pool.check_invariants()
+    assert pool.acquire(4).tolist() == [6, 8, 2, 4]
+
+
+def test_a_shrunk_pool_hands_out_the_rest_in_the_same_order() -> None:
+    """Ids above are gone, the others keep their turn."""
+    pool = BlockPool(6)
+    pool.acquire(6)
+    release(pool, ids(1, 6, 3, 5, 2))
+    pool.resize(4)
+    assert (pool.num_blocks, pool.counts) == (4, BlockCounts(free=3, cached=0, active=1))
+    pool.check_invariants()
+    with pytest.raises(BlockError, match=r"block 5: ids are 1\.\.4"):
+        release(pool, ids(5))
+    assert pool.acquire(3).tolist() == [2, 3, 1]
+
+
+def test_new_ids_of_a_grown_pool_are_handed_out_last_and_in_ascending_order() -> None:
+    """What was free before goes first."""
+    pool = mixed_pool()
+    pool.resize(11)
+    assert pool.counts == BlockCounts(free=7, cached=2, active=2)
+    pool.check_invariants()
+    assert pool.acquire(7).tolist() == [5, 6, 7, 8, 9, 10, 11]
+    pool.evict(ids(3))
+    assert pool.acquire(1).tolist() == [3]
+
+
+def test_a_copy_of_a_pool_is_independent() -> None:
+    """A deep copy has arrays of its own, and goes on by itself."""
+    pool = mixed_pool()
+    twin, before = copy.deepcopy(pool), snapshot(pool)
+    assert snapshot(twin) == before
+    assert twin.acquire(2).tolist() == [5, 6]
+    release(twin, ids(1))
+    assert snapshot(pool) == before
+    assert pool.acquire(2).tolist() == [5, 6]
+    twin.check_invariants()
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5, 17])

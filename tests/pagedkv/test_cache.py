@@ -40,14 +40,15 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 Grow = Callable[[PagedKVCache, SeqId], bool]
 GROW: dict[str, Grow] = {
     "step": lambda cache, seq_id: cache.step([seq_id]),
-    "append": lambda cache, seq_id: cache.append(seq_id),
-    "append 3": lambda cache, seq_id: cache.append(seq_id, 3),
+    "append": lambda cache, seq_id: cache.step([seq_id]),
+    "append 3": lambda cache, seq_id: cache.step([seq_id], 3),
 }
 every_growth = pytest.mark.parametrize("grow", GROW.values(), ids=GROW)
 
 
 def make(dtype: str = "fp32", layout: Layout = "HND", *, prefix_caching: bool = True) -> PagedKVCache:
-    manager = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE, max_seqs=MAX_SEQS, prefix_caching=prefix_caching)
+    policy = "lru" if prefix_caching else None
+    manager = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE, max_seqs=MAX_SEQS, policy=policy)
     return PagedKVCache(KVCacheSpec(LAYERS, dtype, BLOCK_SIZE), NUM_BLOCKS, layout=layout, manager=manager)
 
 
@@ -94,9 +95,9 @@ def state(cache: PagedKVCache) -> State:
     cache.manager.check_invariants()
     tables = cache.manager.tables
     return State(
-        cache.stats(),
+        cache.manager.stats(),
         (tables.blocks.tolist(), tables.seq_len.tolist(), tables.seq_ids, tables.num_free_rows),
-        {seq_id: cache.manager.num_committed(seq_id) for seq_id in tables.seq_ids},
+        {seq_id: cache.manager.tables.num_committed(seq_id) for seq_id in tables.seq_ids},
         [buffer.contiguous().view(torch.uint8).numpy().tobytes() for buffer in cache.storage.buffers],
     )
 
@@ -137,7 +138,7 @@ def test_writing_to_a_fork_leaves_the_other_unchanged(dtype: str, grow: Grow) ->
         assert grow(cache, seq_id)
         write(cache, cache.slots(seq_id, 6), seed)
     for seed, seq_id in enumerate(("child", "parent"), 1):
-        length = cache.num_tokens(seq_id)
+        length = cache.manager.tables.num_tokens(seq_id)
         assert same(contents(cache, seq_id, 6), shared)
         for layer in range(len(LAYERS)):
             for got, new in zip(cache.gather(seq_id, layer), vectors(layer, length - 6, seed), strict=True):
@@ -154,7 +155,7 @@ def test_forks_that_grow_in_one_step_each_get_the_tail() -> None:
     assert cache.step(["a", "b", "c"])
     tails = {int(cache.manager.tables.block_ids(i)[1]) for i in "abc"}
     assert len(tails) == 3
-    assert cache.stats().copied_blocks == 2
+    assert cache.manager.stats().copied_blocks == 2
     write(cache, cache.batch(["a", "b", "c"]).slot_mapping, seed=1)
     for seq_id in "abc":
         assert same(contents(cache, seq_id, 6), before)
@@ -169,7 +170,7 @@ def test_a_holder_that_does_not_grow_keeps_its_tail_to_itself() -> None:
     tail = int(cache.manager.tables.block_ids("still")[1])
     before = [buffer[:, tail].clone() for buffer in cache.storage.buffers]
     assert cache.step(["a", "b", "c"])
-    assert cache.stats().copied_blocks == 3
+    assert cache.manager.stats().copied_blocks == 3
     write(cache, cache.batch(["a", "b", "c"]).slot_mapping, seed=1)
     assert same([buffer[:, tail] for buffer in cache.storage.buffers], before)
 
@@ -183,11 +184,11 @@ def test_growth_after_a_cut_into_a_cached_block_changes_nothing_that_is_hit(shar
     if shared == "by a sequence":
         assert cache.open("other", [*range(8), 98]) == (9, 8)
     cache.truncate("a", 6)
-    assert cache.append("a", 2)
+    assert cache.step(["a"], 2)
     write(cache, cache.slots("a", 6), seed=1)
     assert same(contents(cache, "a", 6), [x[:6] for x in before])
     assert not same(contents(cache, "a", 8), before)
-    assert cache.stats().copied_blocks == (0 if shared == "by nobody" else 1)
+    assert cache.manager.stats().copied_blocks == (0 if shared == "by nobody" else 1)
 
     hit = 4 if shared == "by nobody" else 8
     assert cache.open("b", [*range(8), 99]) == (9, hit)
@@ -206,7 +207,7 @@ def test_no_copy_is_left_pending() -> None:
     fill(cache, "a", range(6))
     assert cache.fork("a", "b")
     assert cache.step(["b"])
-    assert len(cache.manager.take_copies().src) == 0
+    assert len(cache.manager.copies.take().src) == 0
 
 
 def test_a_write_runs_the_copies_that_growth_through_the_manager_left() -> None:
@@ -216,15 +217,15 @@ def test_a_write_runs_the_copies_that_growth_through_the_manager_left() -> None:
     assert cache.fork("a", "b")
     before = contents(cache, "a", 6)
     assert cache.manager.append("b")
-    assert len(cache.manager.pending_copies.src) == 1
+    assert len(cache.manager.copies.pending.src) == 1
     write(cache, cache.slots("b", 6), seed=1)
-    assert len(cache.manager.pending_copies.src) == 0
+    assert len(cache.manager.copies.pending.src) == 0
     assert same(contents(cache, "b", 6), before)
     assert cache.step(["a"])
     write(cache, cache.slots("a", 6), seed=2)
     alone = make("int8")
     fill(alone, "b", range(6))
-    assert alone.append("b")
+    assert alone.step(["b"])
     write(alone, alone.slots("b", 6), seed=1)
     assert same(contents(cache, "b", 7), contents(alone, "b", 7))
 
@@ -246,7 +247,7 @@ def test_a_copy_that_fails_stays_pending_and_the_data_is_right_afterwards(
         patch.setattr(cache.storage, "copy_blocks", fail)
         with pytest.raises(MemoryError, match="injected"):
             grow(cache, "b")
-        assert len(cache.manager.pending_copies.src) == 1
+        assert len(cache.manager.copies.pending.src) == 1
         failed = state(cache)
         with pytest.raises(MemoryError, match="injected"):
             write(cache, cache.slots("b", 6), seed=1)
@@ -259,12 +260,12 @@ def test_a_copy_that_fails_stays_pending_and_the_data_is_right_afterwards(
             cache.commit_step(["b"], [60])
         assert state(cache).buffers == failed.buffers
     write(cache, cache.slots("b", 6), seed=1)
-    cache.commit("b", range(60, 60 + cache.num_tokens("b") - 6))
-    assert len(cache.manager.pending_copies.src) == 0
+    cache.commit("b", range(60, 60 + cache.manager.tables.num_tokens("b") - 6))
+    assert len(cache.manager.copies.pending.src) == 0
     assert same(contents(cache, "a", 6), before) and same(contents(cache, "b", 6), before)
     assert cache.step(["a"])
     write(cache, cache.slots("a", 6), seed=2)
-    n = cache.num_tokens("b")
+    n = cache.manager.tables.num_tokens("b")
     for layer in range(len(LAYERS)):
         for got, new in zip(cache.gather("b", layer), vectors(layer, n - 6, seed=1), strict=True):
             assert torch.equal(got[6:], dequantize(*quantize(new)))
@@ -328,7 +329,7 @@ def test_batch_is_a_snapshot() -> None:
     fill(cache, "a", range(5))
     batch = cache.batch(["a"])
     old = [x.clone() for x in batch]
-    assert cache.append("a", 8)
+    assert cache.step(["a"], 8)
     assert same(batch, old)
     before = state(cache)
     for x in batch:
@@ -447,9 +448,9 @@ MISUSE: dict[str, Misuse] = {
     "open an open sequence": (SequenceError, lambda c: c.open("a", [1, 2])),
     "open more than the pool": (NeverFits, lambda c: c.open("new", range(NUM_BLOCKS * BLOCK_SIZE + 1))),
     "open with tokens that are no integers": (PagedKVError, lambda c: c.open("new", [1.5])),
-    "append to a sequence that is not open": (SequenceError, lambda c: c.append("nobody")),
-    "append a negative count": (PagedKVError, lambda c: c.append("a", -1)),
-    "append more than the pool": (NeverFits, lambda c: c.append("a", NUM_BLOCKS * BLOCK_SIZE)),
+    "append to a sequence that is not open": (SequenceError, lambda c: c.step(["nobody"])),
+    "append a negative count": (PagedKVError, lambda c: c.step(["a"], -1)),
+    "append more than the pool": (NeverFits, lambda c: c.step(["a"], NUM_BLOCKS * BLOCK_SIZE)),
     "step a sequence that is not open": (SequenceError, lambda c: c.step(["a", "nobody"])),
     "step a sequence twice": (SequenceError, lambda c: c.step(["a", "b", "a"])),
     "commit beyond the end": (SequenceError, lambda c: c.commit("draft", [1, 2])),
@@ -467,7 +468,6 @@ MISUSE: dict[str, Misuse] = {
     "gather a sequence that is not open": (SequenceError, lambda c: c.gather("nobody", 0)),
     "gather beyond the end": (SequenceError, lambda c: c.gather("a", 0, 7)),
     "gather to before the start": (SequenceError, lambda c: c.gather("a", 0, -1)),
-    "num_tokens of a sequence that is not open": (SequenceError, lambda c: c.num_tokens("nobody")),
     "step a negative count": (PagedKVError, lambda c: c.step(["a"], -1)),
     "open with a bad limit": (PagedKVError, lambda c: c.open("new", [1], max_cached_tokens=-1)),
     "open with a bad namespace": (
@@ -507,13 +507,13 @@ def test_misuse_is_refused_and_changes_nothing(
     fill(cache, "a", range(6))
     assert cache.fork("a", "b")
     fill(cache, "draft", range(40, 43))
-    assert cache.append("draft")
+    assert cache.step(["draft"])
     before = state(cache)
     with pytest.raises(error) as caught:
         call(cache)
     assert isinstance(caught.value, ValueError) and str(caught.value)
     assert state(cache) == before
-    assert len(cache.manager.take_copies().src) == 0
+    assert len(cache.manager.copies.take().src) == 0
 
 
 def test_closing_twice_is_refused() -> None:
@@ -542,8 +542,8 @@ def almost_full() -> PagedKVCache:
 
 NOT_NOW: dict[str, Callable[[PagedKVCache], Any]] = {
     "open": lambda c: c.open("new", range(80, 89)),
-    "append": lambda c: c.append("full", 9),
-    "append to a shared tail": lambda c: c.append("a", 7),
+    "append": lambda c: c.step(["full"], 9),
+    "append to a shared tail": lambda c: c.step(["a"], 7),
     "step": lambda c: c.step(["a", "b", "full", "last"]),
     "step of several tokens": lambda c: c.step(["full", "last"], 5),
 }
@@ -554,7 +554,7 @@ def test_not_now_is_a_value_and_changes_nothing(call: Callable[[PagedKVCache], A
     """What does not fit now gives None or False, and evicts and copies nothing."""
     cache = almost_full()
     fill(cache, "last", [])
-    assert cache.append("last", 4)
+    assert cache.step(["last"], 4)
     cache.commit("last", range(90, 94))
     before = state(cache)
     assert call(cache) in (None, False)
@@ -597,7 +597,7 @@ def test_manager_and_storage_agree_about_the_blocks() -> None:
     assert cache.storage.layout == "NHD"
     fill(cache, "a", range(6))
     spec = cache.storage.spec
-    size = cache.stats().bytes(spec)
+    size = cache.manager.stats().bytes(spec)
     assert size.reserved == NUM_BLOCKS * spec.bytes_per_block == cache.storage.nbytes - spec.bytes_per_block
     assert (size.active, size.used) == (2 * spec.bytes_per_block, 6 * spec.bytes_per_token)
 
@@ -630,7 +630,7 @@ def test_everything_of_open_and_commit_reaches_the_manager() -> None:
     ]
     for options, hit in opens:
         assert cache.open("b", range(8), **options) == (8, hit)
-        assert cache.num_tokens("b") == 8
+        assert cache.manager.tables.num_tokens("b") == 8
         cache.close("b")
 
 

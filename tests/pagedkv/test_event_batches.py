@@ -14,19 +14,17 @@ import pytest
 
 from pagedkv import KVCacheManager, PagedKVError, prefix_digests
 from pagedkv.event_batches import (
-    BlocksCleared,
     EventBatch,
     HashKind,
     Layout,
     MissedBatches,
-    StreamEvent,
     WireFormat,
     decode_batch,
     int_hash,
 )
 from pagedkv.event_follower import BatchFollower
 from pagedkv.event_ring import BatchRing
-from pagedkv.events import BlocksRemoved, BlocksStored, Event
+from pagedkv.events import BlocksCleared, BlocksRemoved, BlocksStored, Event
 from pagedkv.testing import random_walk
 
 HASHES, LAYOUTS = get_args(HashKind), get_args(Layout)
@@ -92,19 +90,19 @@ class ArrayMessage(msgspec.Struct, array_like=True):
 def a_stream() -> list[Event]:
     """Stored, stored behind it, evicted: three events of blocks of 2."""
     manager = KVCacheManager(4, 2)
-    manager.record_events(b"seed")
+    manager.events.record(b"seed")
     for name, tokens in (("a", [1, 2, 3, 4]), ("b", [1, 2, 9, 9]), ("c", [7] * 8)):
         opened = manager.open(name, tokens)
         assert opened is not None
         manager.commit(name, tokens[opened.num_cached_tokens :])
         manager.close(name)
-    return manager.take_events()
+    return manager.events.take()
 
 
-def as_plain(events: Sequence[StreamEvent], width: int = 32) -> list[object]:
+def as_plain(events: Sequence[Event], width: int = 32) -> list[object]:
     """Comparable events, with digests cut to their last ``width`` bytes."""
 
-    def plain(event: StreamEvent) -> object:
+    def plain(event: Event) -> object:
         if isinstance(event, BlocksCleared):
             return event
         digests = [digest[-width:] for digest in event.digests]
@@ -121,7 +119,7 @@ class Traffic:
     def __init__(self, seed: int, capacity: int, wire: WireFormat | None = None) -> None:
         self.random = random.Random(seed)
         self.manager = KVCacheManager(8, 2)
-        self.manager.record_events()
+        self.manager.events.record()
         self.ring = BatchRing(capacity, wire)
 
     def run(self, num_prompts: int) -> None:
@@ -131,7 +129,7 @@ class Traffic:
             assert opened is not None
             self.manager.commit("x", tokens[opened.num_cached_tokens :])
             self.manager.close("x")
-            self.ring.publish(self.manager.take_events(), 0.0)
+            self.ring.publish(self.manager.events.take(), 0.0)
 
 
 @every_format
@@ -297,9 +295,9 @@ def test_batches_and_snapshots_follow_a_random_walk(policy: str) -> None:
         return events
 
     def attach(manager: KVCacheManager) -> None:
-        if "take_events" not in vars(manager):
-            take = manager.take_events
-            vars(manager)["take_events"] = lambda: tap(take)
+        if "take" not in vars(manager.events):
+            take = manager.events.take
+            vars(manager.events)["take"] = lambda: tap(take)
 
     manager = random_walk(1500, seed=3, policy=policy, before_op=attach)
     assert ring.next_number > 100

@@ -21,7 +21,7 @@ def stored(manager: KVCacheManager, seq_id: str, tokens: list[int], **options: o
 
 def recording(num_blocks: int = 8, block_size: int = 2) -> KVCacheManager:
     manager = KVCacheManager(num_blocks, block_size)
-    manager.record_events(b"seed")
+    manager.events.record(b"seed")
     return manager
 
 
@@ -35,13 +35,13 @@ def test_a_commit_says_what_became_findable() -> None:
     """One event for a run of full blocks, with tokens, parent and chained digests; the tail is not in it."""
     manager = recording()
     stored(manager, "a", [1, 2, 3, 4, 5])
-    (event,) = manager.take_events()
+    (event,) = manager.events.take()
     assert isinstance(event, BlocksStored)
     first = digest(bytes(32), [1, 2])
     assert (event.number, event.parent) == (0, None)
     assert event.digests == (first, digest(first, [3, 4]))
     assert event.tokens.tolist() == [[1, 2], [3, 4]]
-    assert manager.take_events() == []
+    assert manager.events.take() == []
 
 
 def test_a_continuation_names_its_parent() -> None:
@@ -49,7 +49,7 @@ def test_a_continuation_names_its_parent() -> None:
     manager = recording()
     stored(manager, "a", [1, 2, 3, 4])
     stored(manager, "b", [1, 2, 9, 9, 7])
-    first, second = manager.take_events()
+    first, second = manager.events.take()
     assert isinstance(first, BlocksStored)
     assert isinstance(second, BlocksStored)
     assert second.parent == first.digests[0]
@@ -63,13 +63,13 @@ def test_an_equal_block_is_stored_once_and_removed_with_its_last_copy() -> None:
     manager.open("b", [1, 2, 3, 4])
     manager.commit("a", [1, 2, 3, 4])
     manager.commit("b", [1, 2, 3, 4])
-    assert len(manager.take_events()) == 1
+    assert len(manager.events.take()) == 1
     manager.close("a")
-    assert manager.take_events() == []
+    assert manager.events.take() == []
     manager.close("b")
-    assert manager.take_events() == []
+    assert manager.events.take() == []
     manager.open("c", [7, 7, 7, 7, 7])  # three blocks: evicts the deeper of the two cached ones
-    (event,) = manager.take_events()
+    (event,) = manager.events.take()
     assert isinstance(event, BlocksRemoved)
     assert event.digests == (digest(digest(bytes(32), [1, 2]), [3, 4]),)
 
@@ -87,7 +87,7 @@ def test_namespace_and_media_change_the_digest() -> None:
     ):
         manager = recording()
         stored(manager, "a", [1, 2, 3, 4], **options)
-        (event,) = manager.take_events()
+        (event,) = manager.events.take()
         digests.add(event.digests)
     assert len(digests) == 6
 
@@ -97,7 +97,7 @@ def test_a_router_can_work_out_the_digests_of_a_prompt() -> None:
     options = {"namespace": Namespace(salt="t"), "media": [Media(3, "cat")]}
     manager = recording()
     stored(manager, "a", [1, 2, 3, 4, 5], **options)
-    (event,) = manager.take_events()
+    (event,) = manager.events.take()
     found = prefix_digests([1, 2, 3, 4, 5], 2, seed=b"seed", **options)  # type: ignore[arg-type]
     assert tuple(found) == event.digests
     assert prefix_digests([1], 2) == []
@@ -113,7 +113,7 @@ def test_an_event_that_cannot_be_recorded_leaves_nothing_indexed(monkeypatch: py
             manager.commit("a", [1, 2, 3])
     assert manager.stats().indexed_blocks == 0
     manager.commit("a", [1, 2, 3])
-    assert len(manager.take_events()) == 1
+    assert len(manager.events.take()) == 1
 
 
 def test_a_seed_keeps_digests_apart() -> None:
@@ -121,9 +121,9 @@ def test_a_seed_keeps_digests_apart() -> None:
     digests = []
     for seed in (b"", b"one", b"two"):
         manager = KVCacheManager(4, 2)
-        manager.record_events(seed)
+        manager.events.record(seed)
         stored(manager, "a", [1, 2])
-        digests.append(manager.take_events()[0].digests[0])
+        digests.append(manager.events.take()[0].digests[0])
     assert len(set(digests)) == 3
 
 
@@ -133,7 +133,7 @@ def test_replaying_the_stream_gives_the_index() -> None:
     for i in range(40):
         stored(manager, str(i), [i % 3, 1, i % 5, 2, i % 2, 3, 4])
         manager.close(str(i))
-        for event in manager.take_events():
+        for event in manager.events.take():
             follower.apply(event)
         assert len(follower.digests) == manager.stats().indexed_blocks
     assert follower.next_number > 40
@@ -142,13 +142,13 @@ def test_replaying_the_stream_gives_the_index() -> None:
 PROGRAM = """
 from pagedkv import KVCacheManager, Media, Namespace
 m = KVCacheManager(6, 2)
-m.record_events(b"seed")
+m.events.record(b"seed")
 for i in range(30):
     t = [i % 3, 1, i % 5, 2, i % 2, 3, 4]
     o = m.open(i, t, namespace=Namespace(salt=str(i % 2)), media=[Media(3, "cat")] if i % 4 else [])
     m.commit(i, t[o.num_cached_tokens:])
     m.close(i)
-print([(type(e).__name__, e.number, [d.hex() for d in e.digests]) for e in m.take_events()])
+print([(type(e).__name__, e.number, [d.hex() for d in e.digests]) for e in m.events.take()])
 """
 
 
@@ -172,7 +172,7 @@ def test_digests_and_events_are_the_same_in_every_process() -> None:
 def test_a_bad_seed_is_refused(seed: object) -> None:
     """A seed is at most 64 bytes."""
     with pytest.raises(PagedKVError, match="at most 64 bytes"):
-        KVCacheManager(4, 2).record_events(seed)  # type: ignore[arg-type]
+        KVCacheManager(4, 2).events.record(seed)  # type: ignore[arg-type]
 
 
 def test_recording_must_begin_before_anything_is_cached() -> None:
@@ -180,14 +180,14 @@ def test_recording_must_begin_before_anything_is_cached() -> None:
     manager = KVCacheManager(4, 2)
     stored(manager, "a", [1, 2])
     with pytest.raises(PagedKVError, match="1 blocks are indexed"):
-        manager.record_events()
+        manager.events.record()
     fresh = recording()
     with pytest.raises(PagedKVError, match="recorded already"):
-        fresh.record_events()
+        fresh.events.record()
 
 
 def test_nothing_is_recorded_unless_asked() -> None:
     """The default costs nothing and grows nothing."""
     manager = KVCacheManager(4, 2)
     stored(manager, "a", [1, 2])
-    assert manager.take_events() == []
+    assert manager.events.take() == []

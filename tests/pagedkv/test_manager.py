@@ -63,7 +63,7 @@ class Engine:
         self.shadow.copy(self.manager)
         self.shadow.write(self.manager.tables.slots(seq_id, start), tokens)
         self.manager.commit(seq_id, tokens[:accepted], media=media)
-        self.manager.truncate(seq_id, self.manager.num_committed(seq_id))
+        self.manager.truncate(seq_id, self.manager.tables.num_committed(seq_id))
         self.manager.check_invariants()
 
     def read(self, seq_id: SeqId) -> list[int]:
@@ -81,7 +81,7 @@ class Engine:
 
 
 def take_copies(manager: KVCacheManager) -> list[tuple[int, int]]:
-    copies = manager.take_copies()
+    copies = manager.copies.take()
     assert copies.src.dtype == copies.dst.dtype == np.int32
     return list(zip(copies.src.tolist(), copies.dst.tolist(), strict=True))
 
@@ -123,7 +123,7 @@ def test_a_hit_leaves_at_least_one_token_unless_told_otherwise(limit: int | None
     engine = Engine()
     engine.open("a", tokens(8))
     assert engine.manager.open("b", tokens(8), max_cached_tokens=limit) == Opened(8, cached)
-    assert engine.manager.num_committed("b") == cached
+    assert engine.manager.tables.num_committed("b") == cached
 
 
 @pytest.mark.parametrize("at", range(9))
@@ -195,8 +195,8 @@ def test_merging_revives_a_cached_block() -> None:
 
 
 def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
-    """``prefix_caching=False``: no hits, and a closed sequence leaves only free blocks."""
-    engine = Engine(prefix_caching=False)
+    """``policy=None``: no hits, and a closed sequence leaves only free blocks."""
+    engine = Engine(policy=None)
     engine.open("a", tokens(9), namespace=Namespace("t"), media=[Media(5, "cat")])
     assert engine.hit(tokens(9), namespace=Namespace("t"), media=[Media(5, "cat")]) == 0
     engine.manager.close("a")
@@ -380,7 +380,7 @@ def test_a_commit_into_a_block_whose_copy_is_pending_is_refused(call: str) -> No
     assert snapshot(engine.manager) == before
     engine.shadow.copy(engine.manager)
     COMMITS[call](engine.manager)
-    assert engine.manager.num_committed("b") > 6
+    assert engine.manager.tables.num_committed("b") > 6
     engine.manager.check_invariants()
 
 
@@ -391,13 +391,13 @@ def test_the_source_of_a_pending_copy_may_be_committed_into() -> None:
     engine.manager.append("a", 2)
     engine.manager.commit("a", [6, 7])
     assert engine.hit(tokens(8)) == 8
-    assert engine.manager.pending_copies.dst.tolist() == [3]
+    assert engine.manager.copies.pending.dst.tolist() == [3]
 
 
 @pytest.mark.parametrize("call", COMMITS)
 def test_a_commit_into_a_block_whose_copy_is_pending_is_refused_without_prefix_caching(call: str) -> None:
     """The token would be lost for a fork of the fork all the same."""
-    engine = forked(prefix_caching=False)
+    engine = forked(policy=None)
     engine.manager.append("b", 2)
     engine.manager.append("a")
     before = snapshot(engine.manager)
@@ -408,7 +408,7 @@ def test_a_commit_into_a_block_whose_copy_is_pending_is_refused_without_prefix_c
 
 def test_no_fork_misses_a_token_written_after_the_copies_ran() -> None:
     """Without prefix caching nothing has to be committed before a fork; copies then wait for the write."""
-    engine = forked(prefix_caching=False)
+    engine = forked(policy=None)
     engine.manager.append("b")
     forked_now = True
     try:
@@ -441,17 +441,17 @@ def test_a_token_committed_after_the_copies_reaches_a_fork_of_a_fork() -> None:
 def test_taking_the_copies_empties_the_list_and_looking_does_not() -> None:
     """``pending_copies`` shows the same until ``take_copies`` hands them over, once."""
     engine = forked()
-    assert engine.manager.pending_copies.src.dtype == np.int32
+    assert engine.manager.copies.pending.src.dtype == np.int32
     engine.manager.append("b")
     before = snapshot(engine.manager)
     for _ in range(2):
-        pending = engine.manager.pending_copies
+        pending = engine.manager.copies.pending
         assert (pending.src.tolist(), pending.dst.tolist()) == ([2], [3])
     pending.dst[:] = 9
     assert snapshot(engine.manager) == before
     assert take_copies(engine.manager) == [(2, 3)]
     assert take_copies(engine.manager) == []
-    assert engine.manager.pending_copies.src.tolist() == []
+    assert engine.manager.copies.pending.src.tolist() == []
 
 
 # -- growing from within a cached block
@@ -605,7 +605,7 @@ def test_a_fork_shares_nothing_of_its_future() -> None:
     engine.grow("b", tokens(8, 60))
     engine.manager.truncate("b", 1)
     engine.manager.close("b")
-    assert (engine.read("a"), engine.manager.num_committed("a")) == (tokens(6), 6)
+    assert (engine.read("a"), engine.manager.tables.num_committed("a")) == (tokens(6), 6)
     engine.manager.check_invariants()
 
 
@@ -706,7 +706,7 @@ def test_extra_keys_do_not_leak() -> None:
             engine.manager.close(seq_id)
     assert len(engine.manager._cache.extra_keys) > 0
     engine.open("everything", tokens(24 * SIZE, 5_000))
-    assert len(engine.manager._cache.extra_keys) == len(engine.manager._extra) == 0
+    assert len(engine.manager._cache.extra_keys) == len(engine.manager._seqs._extra) == 0
 
 
 # -- media that come with later turns
@@ -746,7 +746,7 @@ def test_turns_with_images_reuse_each_other_like_one_long_prompt() -> None:
         assert engine.hit(said, media=[*media[:-1], Media(media[-1].offset, "else")]) <= media[-1].offset
     for seq_id in engine.manager.tables.seq_ids:
         engine.manager.close(seq_id)
-    assert len(engine.manager._extra) == 0
+    assert len(engine.manager._seqs._extra) == 0
 
 
 def test_drafted_media_count_only_when_committed() -> None:
@@ -807,7 +807,7 @@ def test_commit_step_makes_full_blocks_findable_and_merges_equal_ones() -> None:
     engine.manager.commit_step(list("abcd"), np.array([7, 7, 57, 85], np.int16))
     assert engine.blocks("a") == engine.blocks("b")
     assert (engine.hit(tokens(8)), engine.hit(tokens(8, 50)), engine.hit(tokens(6, 80))) == (8, 8, 4)
-    assert [engine.manager.num_committed(i) for i in "abcd"] == [8, 8, 8, 6]
+    assert [engine.manager.tables.num_committed(i) for i in "abcd"] == [8, 8, 8, 6]
     assert [engine.read(i) for i in "abcd"] == [tokens(8), tokens(8), tokens(8, 50), tokens(6, 80)]
     engine.manager.check_invariants()
 
@@ -840,7 +840,7 @@ NOT_NOW: dict[str, Callable[[KVCacheManager], object]] = {
     "open_with_a_hit_among_the_cached": lambda m: m.open("c", tokens(12, 500)),
     "append": lambda m: m.append("a", 9),
     "step": lambda m: m.step(["a", "b"], 5),
-    "can_admit": lambda m: m.can_admit(tokens(4, 700), 5),
+    "lookup": lambda m: m.lookup(tokens(4, 700), 5).fits,
 }
 
 
@@ -855,13 +855,13 @@ def test_not_now_is_a_value_and_changes_nothing(call: str) -> None:
 
 
 def test_max_seqs_is_not_now() -> None:
-    """With every row taken ``open`` is None, ``fork`` and ``can_admit`` are False, and nothing changes."""
+    """With every row taken ``open`` is None, ``fork`` and ``lookup`` are False, and nothing changes."""
     manager = crowded()
     manager.open("c", [])
     before = snapshot(manager)
     assert manager.open("d", []) is None
     assert manager.fork("a", "d") is False
-    assert manager.can_admit([], 0) is False
+    assert manager.lookup([], 0).fits is False
     assert snapshot(manager) == before
     manager.close("c")
     assert manager.open("d", []) == Opened(0, 0)
@@ -880,8 +880,8 @@ NEVER: dict[str, tuple[Callable[[KVCacheManager], object], str]] = {
     "append": (lambda m: m.append("a", 13), "25 tokens can never fit: .* at most 24"),
     "append_much": (lambda m: m.append("a", 2**40), f"{2**40 + 12} tokens can never fit"),
     "step": (lambda m: m.step(["b", "a"], 13), "25 tokens can never fit: .* at most 24"),
-    "can_admit": (lambda m: m.can_admit(tokens(9), 16), "25 tokens can never fit: .* at most 24"),
-    "can_admit_much": (lambda m: m.can_admit(tokens(9), 2**70), f"{2**70 + 9} tokens can never fit"),
+    "lookup": (lambda m: m.lookup(tokens(9), 16).fits, "25 tokens can never fit: .* at most 24"),
+    "lookup_much": (lambda m: m.lookup(tokens(9), 2**70).fits, f"{2**70 + 9} tokens can never fit"),
 }
 
 
@@ -935,7 +935,7 @@ def test_the_watermark_leaves_room_for_growth() -> None:
     manager = KVCacheManager(10, SIZE, watermark=0.3)
     assert manager.open("a", tokens(5 * SIZE)) is not None
     assert manager.open("b", tokens(3 * SIZE)) is None
-    assert manager.can_admit(tokens(3 * SIZE), 0) is False
+    assert manager.lookup(tokens(3 * SIZE), 0).fits is False
     assert manager.open("b", tokens(2 * SIZE)) is not None
     assert manager.append("a", 3 * SIZE) is True
     assert manager.counts == (0, 0, 10)
@@ -951,7 +951,7 @@ def test_the_watermark_counts_idle_hits() -> None:
     assert manager.counts == (0, 3, 1)
     before = snapshot(manager)
     assert manager.open("c", tokens(2 * SIZE), max_cached_tokens=2 * SIZE) is None
-    assert manager.can_admit(tokens(SIZE + 1), 0) is False
+    assert manager.lookup(tokens(SIZE + 1), 0).fits is False
     assert snapshot(manager) == before
     assert manager.open("c", tokens(SIZE), max_cached_tokens=SIZE) == Opened(SIZE, SIZE)
 
@@ -970,12 +970,12 @@ def test_the_watermark_does_not_bind_what_takes_nothing() -> None:
 def test_the_watermark_never_blocks_the_only_sequence(watermark: float) -> None:
     """A sequence that needs the whole pool gets it when nobody else is open."""
     manager = KVCacheManager(10, SIZE, watermark=watermark)
-    assert manager.can_admit(tokens(40), 0)
+    assert manager.lookup(tokens(40), 0).fits
     assert manager.open("a", tokens(40)) is not None
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_can_admit_agrees_with_open_and_growth(seed: int) -> None:
+def test_lookup_agrees_with_open_and_growth(seed: int) -> None:
     """True exactly when opening would work, and then so does growing by ``max_new_tokens``."""
     rng = random.Random(seed)
     watermark = rng.choice([0.0, 0.25])
@@ -985,11 +985,11 @@ def test_can_admit_agrees_with_open_and_growth(seed: int) -> None:
         for _ in range(6):
             prompt = [rng.randrange(2) for _ in range(rng.randint(0, 23))]
             before = snapshot(manager)
-            admitted = manager.can_admit(prompt, 0)
+            admitted = manager.lookup(prompt, 0).fits
             assert snapshot(manager) == before
             assert admitted == (copy.deepcopy(manager).open("new", prompt) is not None)
             growth = rng.randint(0, 24 - len(prompt))
-            if manager.can_admit(prompt, growth):
+            if manager.lookup(prompt, growth).fits:
                 trial = copy.deepcopy(manager)
                 assert trial.open("new", prompt) is not None and trial.append("new", growth)
             seen.add(admitted)
@@ -1025,7 +1025,7 @@ def test_slots_held_by_several_are_counted_once() -> None:
 
 def test_a_shared_tail_counts_up_to_its_longest_holder() -> None:
     """Cutting one of two holders of a private block leaves the slots of the other in use."""
-    manager = KVCacheManager(8, 16, prefix_caching=False)
+    manager = KVCacheManager(8, 16, policy=None)
     manager.open("a", tokens(20))
     manager.fork("a", "b")
     manager.truncate("b", 18)
@@ -1105,17 +1105,17 @@ for i in range(40):
     space = Namespace(salt=f"tenant {i % 3}") if i % 2 else None
     manager.open(name, prompt, namespace=space, media=[Media(3, f"image {i % 2}")])
     if name in manager.tables:
-        manager.commit(name, prompt[manager.num_committed(name):])
+        manager.commit(name, prompt[manager.tables.num_committed(name):])
         manager.fork(name, name + " child")
         batch = [s for s in (name, name + " child") if s in manager.tables]
         if manager.step(batch):
-            print(batch, manager.take_copies())
+            print(batch, manager.copies.take())
             manager.commit_step(batch, [i % 2] * len(batch))
     if len(manager.tables) > 2:
         manager.close(manager.tables.seq_ids[i % 3])
     for seq_id in manager.tables.seq_ids:
         print(seq_id, manager.tables.block_ids(seq_id).tolist())
-    print(manager.stats(), manager.take_copies())
+    print(manager.stats(), manager.copies.take())
 """
 
 
@@ -1153,7 +1153,10 @@ BOOKKEEPING = [
     "manager",
     "namespace",
     "page_table",
-    "pins",
+    "retention",
+    "copies",
+    "sequences",
+    "announced",
     "policies",
     "policies.arc",
     "policies.belady",
@@ -1314,9 +1317,9 @@ MISUSE: dict[str, tuple[Callable[[KVCacheManager], object], type[Exception], str
         )
         for bad in (-1, True, 4.5, "x")
     },
-    "num_committed_unknown": (lambda m: m.num_committed("x"), SequenceError, "'x' is not open"),
-    "can_admit_negative": (lambda m: m.can_admit([1], -1), PagedKVError, "at least 0, got -1"),
-    "can_admit_bool": (lambda m: m.can_admit([1], True), PagedKVError, "got True"),
+    "num_committed_unknown": (lambda m: m.tables.num_committed("x"), SequenceError, "'x' is not open"),
+    "lookup_negative": (lambda m: m.lookup([1], -1).fits, PagedKVError, "at least 0, got -1"),
+    "lookup_bool": (lambda m: m.lookup([1], True).fits, PagedKVError, "got True"),
     "namespace_of_another_type": (
         lambda m: m.open("x", [1], namespace="tenant"),  # type: ignore[arg-type]
         PagedKVError,
@@ -1333,7 +1336,7 @@ MISUSE: dict[str, tuple[Callable[[KVCacheManager], object], type[Exception], str
         "'cat' starts at 5, outside the 5 tokens",
     ),
     "admit_media_behind_the_prompt": (
-        lambda m: m.can_admit(tokens(5), 9, media=[Media(7, "cat")]),
+        lambda m: m.lookup(tokens(5), 9, media=[Media(7, "cat")]).fits,
         PagedKVError,
         "'cat' starts at 7, outside the 5 tokens",
     ),
@@ -1346,7 +1349,7 @@ for _name, (_bad, _message) in BAD_TOKENS.items():
     MISUSE[f"open_{_name}"] = (lambda m, bad=_bad: m.open("x", bad), PagedKVError, _message)  # type: ignore[misc]
     MISUSE[f"commit_{_name}"] = (lambda m, bad=_bad: m.commit("m", bad), PagedKVError, _message)  # type: ignore[misc]
     MISUSE[f"commit_step_{_name}"] = (lambda m, bad=_bad: m.commit_step(["m"], bad), PagedKVError, _message)  # type: ignore[misc]
-    MISUSE[f"can_admit_{_name}"] = (lambda m, bad=_bad: m.can_admit(bad, 1), PagedKVError, _message)  # type: ignore[misc]
+    MISUSE[f"lookup_{_name}"] = (lambda m, bad=_bad: m.lookup(bad, 1).fits, PagedKVError, _message)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("case", MISUSE)
@@ -1410,9 +1413,9 @@ def test_numpy_integers_are_integers(kind: Any) -> None:
         manager = KVCacheManager(number(100), number(16), max_seqs=number(7), max_seq_len=1_500)
         assert manager.open("a", list(range(390))) == Opened(390, 0)
         manager.commit("a", list(range(390)))
-        assert manager.can_admit(list(range(390)), number(100)) is True
+        assert manager.lookup(list(range(390)), number(100)).fits is True
         with pytest.raises(NeverFits, match="1510 tokens can never fit"):
-            manager.can_admit(list(range(1_410)), number(100))
+            manager.lookup(list(range(1_410)), number(100))
         assert manager.append("a", number(100)) and manager.step(["a"], number(3))
         assert manager.open("b", list(range(200)), max_cached_tokens=number(100)) == Opened(200, 96)
         manager.truncate("b", number(100))
@@ -1440,7 +1443,7 @@ def test_the_snapshot_notices_a_change_anywhere() -> None:
     changes: list[Callable[[KVCacheManager], object]] = [
         lambda m: m.append("a", 1),
         lambda m: m.commit("m", [1]),
-        lambda m: m.take_copies(),
+        lambda m: m.copies.take(),
         lambda m: m.commit_step(["m"], [1]),
         lambda m: m.close("m"),
         lambda m: m.open("new", []),

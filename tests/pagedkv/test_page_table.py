@@ -27,7 +27,7 @@ def make_table(lengths: Sequence[int], block_size: int, seed: int = 0) -> PageTa
 
 def add(table: PageTable, seq_id: SeqId, blocks: Sequence[int], num_tokens: int) -> int:
     row = table.add(seq_id)
-    table.fill(row, np.array(blocks, np.int32), np.zeros(0, np.int32), num_tokens)
+    table.fill(row, np.array(blocks, np.int32), np.zeros(0, np.int32), num_tokens, 0)
     return row
 
 
@@ -289,7 +289,7 @@ def test_a_row_is_filled_with_the_hit_and_then_the_new_blocks() -> None:
     table = PageTable(2, 4, 4)
     row = table.add("a")
     assert (table.num_tokens("a"), table.block_ids("a").tolist()) == (0, [])
-    table.fill(row, np.array([7, 5], np.int32), np.array([9], np.int32), 10)
+    table.fill(row, np.array([7, 5], np.int32), np.array([9], np.int32), 10, 0)
     assert (table.num_tokens("a"), table.block_ids("a").tolist()) == (10, [7, 5, 9])
     assert table.slots("a", 7).tolist() == [5 * 4 + 3, 9 * 4, 9 * 4 + 1]
 
@@ -304,7 +304,7 @@ def test_block_ids_is_a_copy() -> None:
 
 def test_a_shorter_batch_after_a_longer_one_leaves_no_stale_column() -> None:
     """The same buffers reused for every step never show a block of the step before."""
-    manager = KVCacheManager(num_blocks=12, block_size=2, prefix_caching=False)
+    manager = KVCacheManager(num_blocks=12, block_size=2, policy=None)
     for seq_id, length in (("long", 9), ("short", 1)):
         manager.open(seq_id, list(range(length)))
     tables, lens, slots = garbage(2, 5), garbage(2), garbage(2, dtype=np.int64)

@@ -1,5 +1,6 @@
 """Metrics show what ``stats()`` says, and reading them disturbs nothing."""
 
+import math
 import subprocess
 import sys
 
@@ -8,6 +9,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagedkv import KVCacheManager, PagedKVError
+from pagedkv.histogram import BOUNDS
+from pagedkv.policies.residency import Residency
 from pagedkv.prometheus import ManagerCollector
 from pagedkv.stats import ManagerStats
 from pagedkv.testing import random_walk, snapshot
@@ -28,6 +31,11 @@ COUNTERS = {
     "hit_blocks_total": "hit_blocks",
     "evicted_blocks_total": "evicted_blocks",
     "copied_blocks_total": "copied_blocks",
+}
+HISTOGRAMS = {
+    "block_lifetime_seconds": "lifetime",
+    "idle_before_eviction_seconds": "idle_before_eviction",
+    "reuse_gap_seconds": "reuse_gap",
 }
 
 
@@ -82,14 +90,59 @@ def test_names_types_and_help_follow_the_conventions() -> None:
     """One prefix; counters, and only they, end in _total; a help text that ends with the unit."""
     text = generate_latest(registered(main=KVCacheManager(4, 2))).decode()
     families = list(text_string_to_metric_families(text))
-    assert len(families) == 1 + len(GAUGES) + len(COUNTERS)
+    assert len(families) == 1 + len(GAUGES) + len(COUNTERS) + len(HISTOGRAMS)
     for family in families:
         assert family.name.startswith("pagedkv_")
-        assert family.type in ("gauge", "counter")
+        assert family.type in ("gauge", "counter", "histogram")
         assert all(s.name.endswith("_total") == (family.type == "counter") for s in family.samples)
-        unit = next(u for u in ("tokens", "blocks", "sequences") if u in family.name)
+        unit = next(u for u in ("seconds", "tokens", "blocks", "sequences") if u in family.name)
         assert f"in {unit}" in family.documentation, family.name
         assert family.documentation.endswith(".")
+
+
+def measured_manager() -> KVCacheManager:
+    """One block: content that lived for 8 seconds and was used again after 3, then some that lived for 1."""
+    now = 0.0
+    manager = KVCacheManager(1, 2, policy=Residency("lru", lambda: now))
+    for time, tokens in ((0.0, [1, 2]), (3.0, [1, 2]), (8.0, [3, 4]), (9.0, [5, 6])):
+        now = time
+        opened = manager.open("a", tokens, max_cached_tokens=2)
+        assert opened is not None
+        manager.commit("a", tokens[opened.num_cached_tokens :])
+        manager.close("a")
+    return manager
+
+
+def test_histograms_are_shown_where_the_policy_measures_and_nowhere_else() -> None:
+    """Cumulative buckets with their upper bounds, the count and the exact sum; a plain manager has none."""
+    registry = registered(measured=measured_manager(), plain=KVCacheManager(4, 2))
+    lifetime = {
+        bound: value(registry, "block_lifetime_seconds_bucket", manager="measured", le=bound)
+        for bound in ("0.5", "1.0", "4.0", "8.0", "1.048576e+06", "+Inf")
+    }
+    assert lifetime == {"0.5": 0, "1.0": 1, "4.0": 1, "8.0": 2, "1.048576e+06": 2, "+Inf": 2}
+    sums = {name: value(registry, f"{name}_sum", manager="measured") for name in HISTOGRAMS}
+    assert sums == {
+        "block_lifetime_seconds": 9.0,
+        "idle_before_eviction_seconds": 6.0,
+        "reuse_gap_seconds": 3.0,
+    }
+    for name in HISTOGRAMS:
+        assert value(registry, f"{name}_count", manager="plain") is None
+
+
+def test_histograms_can_be_read_back_from_the_text_of_a_scrape() -> None:
+    """Bucket by bucket what ``stats()`` says, for each of the three."""
+    manager = measured_manager()
+    residency = manager.stats().residency
+    assert residency is not None
+    text = generate_latest(registered(main=manager)).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for name, field in HISTOGRAMS.items():
+        samples = families[f"pagedkv_{name}"].samples
+        buckets = [sample for sample in samples if sample.name.endswith("_bucket")]
+        assert [sample.value for sample in buckets] == getattr(residency, field).cumulative()
+        assert [float(sample.labels["le"]) for sample in buckets] == [*BOUNDS, math.inf]
 
 
 def test_managers_are_told_apart_by_their_label() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagedkv.block_moves import runs
 from pagedkv.errors import BlockError, PagedKVError
 from pagedkv.page_table import NULL_BLOCK, PAD_SLOT
 from pagedkv.quantization import NonFiniteError, dequantize, quantize
@@ -439,3 +440,102 @@ def test_on_an_accelerator_a_write_never_waits_for_the_device(dtype: str, layout
     storage.copy_blocks([1], [2])
     with pytest.raises(PagedKVError, match="slot_mapping is on cpu, the storage on meta"):
         storage.write(0, k, v, SLOTS)
+
+
+# -- between two storages
+
+
+def pair(dtype: str, layouts: tuple[Layout, Layout], minor: tuple[bool, bool]) -> list[KVStorage]:
+    """Two storages of one spec and different sizes, full of different content."""
+    spec = KVCacheSpec(MIXED, dtype, BLOCK_SIZE)
+    sizes = (NUM_BLOCKS, NUM_BLOCKS + 3)
+    both = [
+        KVStorage(spec, size, layout=layout, token_minor_values=token_minor)
+        for size, layout, token_minor in zip(sizes, layouts, minor, strict=True)
+    ]
+    for seed, storage in enumerate(both):
+        fill(storage, 50 * seed)
+    return both
+
+
+@every_dtype
+@pytest.mark.parametrize("layouts", [("HND", "HND"), ("NHD", "NHD"), ("HND", "NHD"), ("NHD", "HND")])
+@pytest.mark.parametrize("minor", [(False, False), (True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("ids", [([2, 3, 4], [6, 7, 8]), ([5, 1, 2], [3, 1, 8]), ([4, 4], [7, 1]), ([], [])])
+def test_blocks_move_to_another_storage_with_their_scales(
+    dtype: str,
+    layouts: tuple[Layout, Layout],
+    minor: tuple[bool, bool],
+    ids: tuple[list[int], list[int]],
+) -> None:
+    """All layers; runs and scattered ids; whatever the layouts. Nothing else changes, on either side."""
+    ours, theirs = pair(dtype, layouts, minor)
+    mine, before = content(ours), content(theirs)
+    src, dst = ids
+    ours.copy_blocks_to(theirs, src, dst)
+    assert same(content(ours), mine)
+    for source, old, new in zip(mine, before, theirs.buffers, strict=True):
+        wanted = old.clone()
+        for s, d in zip(src, dst, strict=True):
+            wanted[:, d] = source[:, s]
+        assert same([new], [wanted])
+
+
+def test_a_storage_that_does_not_match_is_refused() -> None:
+    """Another dtype, block size or layer, this storage itself, or no storage: nothing is copied."""
+    ours = make()
+    fill(ours)
+    for other in (
+        KVStorage(KVCacheSpec(MIXED, "bf16", BLOCK_SIZE), NUM_BLOCKS),
+        KVStorage(KVCacheSpec(MIXED, "fp32", BLOCK_SIZE + 1), NUM_BLOCKS),
+        KVStorage(KVCacheSpec(MIXED[:2], "fp32", BLOCK_SIZE), NUM_BLOCKS),
+    ):
+        before = content(other)
+        with pytest.raises(PagedKVError, match=r"storages differ: KVCacheSpec.* here, KVCacheSpec.* there"):
+            ours.copy_blocks_to(other, [1], [1])
+        assert same(content(other), before)
+    for wrong, words in ((ours, "this one"), ("host", "str")):
+        with pytest.raises(PagedKVError, match=f"another KVStorage, got {words}"):
+            ours.copy_blocks_to(wrong, [1], [2])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "words"),
+    [
+        ([6], [1], "src holds block 6, outside 1..5"),
+        ([1], [9], "dst holds block 9, outside 1..8"),
+        ([0], [1], "src holds block 0"),
+        ([1, 2], [1], "src holds 2 block ids and dst 1"),
+        ([1, 2], [7, 7], "dst block 7 is given more than once"),
+        ([1.5], [1], "src must be integers"),
+    ],
+)
+def test_ids_that_one_of_two_storages_lacks_are_refused(src: list[int], dst: list[int], words: str) -> None:
+    """Each side by its own size; nothing is copied."""
+    ours, theirs = pair("int8", ("HND", "HND"), (True, True))
+    before = content(theirs)
+    with pytest.raises(BlockError, match=words):
+        ours.copy_blocks_to(theirs, src, dst)
+    assert same(content(theirs), before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_dtype
+def test_blocks_move_between_cuda_and_the_host(dtype: str) -> None:
+    """There and back, scattered and in runs, into other blocks."""
+    spec = KVCacheSpec(MIXED, dtype, BLOCK_SIZE)
+    device = KVStorage(spec, NUM_BLOCKS, device="cuda")
+    host, expected = KVStorage(spec, NUM_BLOCKS), KVStorage(spec, NUM_BLOCKS)
+    fill(expected)
+    expected.copy_blocks_to(device, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+    device.copy_blocks_to(host, [5, 1, 2], [2, 3, 5])
+    assert same([b[:, [2, 3, 5]] for b in host.buffers], [b[:, [5, 1, 2]] for b in expected.buffers])
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_ids_that_count_up_are_found(kind: Callable[[list[int]], Any]) -> None:
+    """Ranges over which both lists rise by one cover all positions, each once."""
+    src, dst = (torch.as_tensor(kind(x)) for x in ([4, 5, 6, 9, 10], [1, 2, 7, 8, 9]))
+    assert list(runs(src, dst)) == [(0, 2), (2, 3), (3, 5)]
+    assert list(runs(src)) == [(0, 3), (3, 5)]
+    assert list(runs(src[:0])) == []

@@ -14,7 +14,7 @@ from pagedkv.testing import random_walk, snapshot
 
 POINTS: dict[str, tuple[Any, str]] = {
     "acquire": (BlockPool, "acquire"),
-    "forget": (BlockCache, "forget"),
+    "forget": (BlockCache, "_forget"),
     "release": (BlockPool, "release"),
 }
 
@@ -58,7 +58,7 @@ def test_a_failure_in_the_middle_leaves_the_order_as_it_was(
 
 def inside(manager: KVCacheManager) -> object:
     """Everything but scratch."""
-    return snapshot(manager, ("_seen", "_head", "_next"))
+    return snapshot(manager, ("_seen", "_head", "_next", "_last_batch"))
 
 
 def ordered(manager: KVCacheManager) -> object:

@@ -10,9 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import pytest
 
 from pagedkv import KVCacheManager
+from pagedkv.page_table import Int32Array
+from pagedkv.policies import EvictionPolicy, make_policy
+from pagedkv.policies.arc import ARC
 from pagedkv.policies.belady import Belady
 from pagedkv.policies.cost import CostAware
 
@@ -21,6 +25,8 @@ NUM_REQUESTS = 3_000
 
 class Cache(Protocol):
     def get(self, key: int) -> bool: ...
+
+    def resize(self, capacity: int) -> None: ...
 
 
 class TextbookLRU:
@@ -43,6 +49,11 @@ class TextbookLRU:
 
     def victim(self) -> int:
         return next(iter(self.keys))
+
+    def resize(self, capacity: int) -> None:
+        while len(self.keys) > capacity:
+            del self.keys[self.victim()]
+        self.capacity = capacity
 
 
 class TextbookFIFO(TextbookLRU):
@@ -86,22 +97,28 @@ class TextbookSIEVE:
                 entry[1] = True
                 return True
         if len(self.queue) == self.capacity:
-            at = self.queue.index(self.hand) if self.hand is not None else 0
-            while self.queue[at][1]:
-                self.queue[at][1] = False
-                at = (at + 1) % len(self.queue)
-            self.hand = self.queue[at + 1] if at + 1 < len(self.queue) else None
-            del self.queue[at]
+            self.evict()
         self.queue.append([key, False])
         return False
+
+    def evict(self) -> None:
+        at = self.queue.index(self.hand) if self.hand is not None else 0
+        while self.queue[at][1]:
+            self.queue[at][1] = False
+            at = (at + 1) % len(self.queue)
+        self.hand = self.queue[at + 1] if at + 1 < len(self.queue) else None
+        del self.queue[at]
+
+    def resize(self, capacity: int) -> None:
+        while len(self.queue) > capacity:
+            self.evict()
+        self.capacity = capacity
 
 
 class TextbookS3FIFO:
     """A tenth small, the rest main, ghosts for nine tenths; two hits lead from small to main."""
 
     def __init__(self, capacity: int) -> None:
-        self.small_size = capacity // 10
-        self.main_size = capacity - self.small_size
         self.capacity = capacity
         self.small: OrderedDict[int, int] = OrderedDict()
         self.main: OrderedDict[int, int] = OrderedDict()
@@ -115,14 +132,24 @@ class TextbookS3FIFO:
                 return True
         was_ghost = self.ghosts.pop(key, key) is None
         while len(self.small) + len(self.main) >= self.capacity:
-            self.evicting = True
-            if len(self.main) > self.main_size or not self.small:
-                self.evict_main()
-            else:
-                self.evict_small()
-        full = not self.evicting and len(self.small) >= self.small_size
+            self.evict()
+        full = not self.evicting and len(self.small) >= self.capacity // 10
         (self.main if was_ghost or full else self.small)[key] = 0
         return False
+
+    def evict(self) -> None:
+        self.evicting = True
+        if len(self.main) > self.capacity - self.capacity // 10 or not self.small:
+            self.evict_main()
+        else:
+            self.evict_small()
+
+    def resize(self, capacity: int) -> None:
+        while len(self.small) + len(self.main) > capacity:
+            self.evict()
+        self.capacity = capacity
+        while len(self.ghosts) > int(0.9 * capacity):
+            self.ghosts.popitem(last=False)
 
     def evict_small(self) -> None:
         while self.small:
@@ -186,10 +213,22 @@ class TextbookARC:
     def replace(self, in_b2: bool) -> None:
         if len(self.t1) + len(self.t2) < self.c:
             return
+        self.evict(in_b2)
+
+    def evict(self, in_b2: bool = False) -> None:
         if self.t1 and (len(self.t1) > self.p or (in_b2 and len(self.t1) == self.p)):
             self.b1[self.t1.popitem(last=False)[0]] = None
         else:
             self.b2[self.t2.popitem(last=False)[0]] = None
+
+    def resize(self, capacity: int) -> None:
+        while len(self.t1) + len(self.t2) > capacity:
+            self.evict()
+        self.c, self.p = capacity, min(self.p, capacity)
+        while self.b1 and len(self.t1) + len(self.b1) > capacity:
+            self.b1.popitem(last=False)
+        while self.b2 and sum(map(len, (self.t1, self.t2, self.b1, self.b2))) > 2 * capacity:
+            self.b2.popitem(last=False)
 
 
 def zipf(seed: int) -> list[int]:
@@ -248,6 +287,95 @@ def test_every_hit_and_miss_is_that_of_the_textbook(name: str, keys: str) -> Non
         assert 0 < sum(expected) < len(expected)
         policy = CostAware(lambda depth: 1.0) if name == "cost" else name
         assert manager_hits(policy, capacity, requests) == expected
+
+
+class FlatCache:
+    """A cache of flat keys around a policy: blocks have no parents, and move when there are fewer."""
+
+    def __init__(self, policy: EvictionPolicy, num_blocks: int) -> None:
+        self.policy, self.num_blocks = policy, num_blocks
+        self.blocks: dict[int, int] = {}  # key -> block
+        self.keys: dict[int, int] = {}  # block -> key
+        self.free = set(range(1, num_blocks + 1))
+        policy.bind(self)
+
+    def parent(self, block: int) -> int:
+        return 0
+
+    def path(self, block: int) -> Int32Array:
+        return np.array([block], np.int32)
+
+    def namespace(self, block: int) -> None:
+        return None
+
+    def row_hashes(self, ids: Int32Array) -> list[int]:
+        return [self.keys[block] for block in ids.tolist()]
+
+    def get(self, key: int) -> bool:
+        hit = key in self.blocks
+        if hit:
+            self.policy.discard(self.path(self.blocks[key]))
+            self.policy.hit(self.path(self.blocks[key]))
+        else:
+            self.evict(0 if self.free else 1)
+            self.place(key, self.free.pop())
+            self.policy.stored(self.path(self.blocks[key]))
+        self.policy.push(self.path(self.blocks[key]))
+        return hit
+
+    def place(self, key: int, block: int) -> None:
+        self.blocks[key], self.keys[block] = block, key
+
+    def evict(self, count: int) -> None:
+        victims = self.policy.first(count, np.zeros(0, np.int32))
+        self.policy.evict(victims)
+        for block in victims.tolist():
+            del self.blocks[self.keys.pop(block)]
+            self.free.add(block)
+
+    def resize(self, num_blocks: int) -> None:
+        self.evict(max(0, len(self.blocks) - num_blocks))
+        free = sorted(set(range(1, num_blocks + 1)) - set(self.keys))
+        moves = {block: free.pop() for block in sorted(self.keys) if block > num_blocks}
+        self.policy.rename(np.array([*moves], np.int32), np.array([*moves.values()], np.int32))
+        for old, new in moves.items():
+            self.place(self.keys.pop(old), new)
+        self.policy.resize(num_blocks)
+        self.num_blocks, self.free = num_blocks, set(free)
+
+
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_every_hit_and_miss_is_that_of_the_textbook_while_the_size_changes(name: str, keys: str) -> None:
+    """It grows and shrinks every 50 requests; queues, ghosts and targets follow."""
+    for seed in range(3):
+        rng, requests = random.Random(seed), KEYS[keys](seed)
+        policy = CostAware(lambda depth: 1.0) if name == "cost" else make_policy(name)
+        textbook, cache = TEXTBOOK[name](37), FlatCache(policy, 37)
+        hits = 0
+        for i, key in enumerate(requests):
+            expected = textbook.get(key)
+            assert cache.get(key) == expected, f"seed {seed}, request {i}"
+            hits += expected
+            if i % 50 == 49:
+                capacity = rng.randrange(10, 80)
+                textbook.resize(capacity)
+                cache.resize(capacity)
+        assert 0 < hits < len(requests)
+
+
+def test_the_target_of_arc_stays_within_a_smaller_cache() -> None:
+    """A loop beside what was used again drives it up; it follows when the cache shrinks."""
+    policy, textbook = ARC(), TextbookARC(37)
+    cache = FlatCache(policy, 37)
+    for key in [*range(20), *range(20), *(100 + i % 30 for i in range(200))]:
+        assert cache.get(key) == textbook.get(key)
+    assert policy._target == textbook.p > 10
+    textbook.resize(10)
+    cache.resize(10)
+    assert policy._target == 10
+    for key in zipf(1):
+        assert cache.get(key) == textbook.get(key)
 
 
 @pytest.mark.parametrize("keys", KEYS)

@@ -23,7 +23,7 @@ def run(manager: KVCacheManager, token: int, priority: int | None = None, **opti
     assert opened is not None
     manager.commit("a", prompt[opened.num_cached_tokens :])
     if priority is not None:
-        assert manager.retain("a", priority, **options) > 0
+        assert manager.retention.set_priority("a", priority, **options) > 0
     manager.close("a")
 
 
@@ -105,7 +105,7 @@ def test_the_last_word_counts_and_time_passes_for_held_blocks_too() -> None:
     manager = KVCacheManager(4, 2, policy=Priority(clock=clock))
     manager.open("held", range(10, 14))
     manager.commit("held", range(10, 14))
-    manager.retain("held", 100, ttl=1.0)
+    manager.retention.set_priority("held", 100, ttl=1.0)
     run(manager, 20)
     clock.now = 8.0
     manager.open("more", [])
@@ -150,9 +150,9 @@ def test_misuse_of_retain_is_refused_with_the_numbers(priority: Any, options: An
     manager = KVCacheManager(4, 2, policy=policy)
     manager.open("a", range(4))
     manager.commit("a", range(4))
-    manager.retain("a", 7)
+    manager.retention.set_priority("a", 7)
     with pytest.raises(PagedKVError, match=message):
-        manager.retain("a", priority, **options)
+        manager.retention.set_priority("a", priority, **options)
     assert policy._priority[1:] == [7, 7, 35, 35] and not policy._until
 
 
@@ -162,9 +162,9 @@ def test_a_time_to_live_needs_a_clock_and_a_sequence_must_be_open() -> None:
     manager.open("a", range(4))
     manager.commit("a", range(4))
     with pytest.raises(PagedKVError, match=r"needs a clock: Priority\(clock=\.\.\.\)"):
-        manager.retain("a", 7, ttl=3.0)
+        manager.retention.set_priority("a", 7, ttl=3.0)
     with pytest.raises(SequenceError, match="'b' is not open"):
-        manager.retain("b", 7)
+        manager.retention.set_priority("b", 7)
     with pytest.raises(PagedKVError, match="0 to 100, got 500"):
         Priority(default=500)
 
@@ -174,9 +174,10 @@ def test_what_is_not_full_and_committed_has_no_priority() -> None:
     manager = KVCacheManager(4, 2, policy="priority")
     manager.open("a", range(5))
     manager.commit("a", range(3))
-    assert manager.retain("a", 9) == 1
-    assert manager.retain("a", 9, start=1, stop=1) == 0
-    plain = KVCacheManager(4, 2, policy="priority", prefix_caching=False)
+    assert manager.retention.set_priority("a", 9) == 1
+    assert manager.retention.set_priority("a", 9, start=1, stop=1) == 0
+    plain = KVCacheManager(4, 2, policy=None)
     plain.open("a", range(4))
     plain.commit("a", range(4))
-    assert plain.retain("a", 9) == 0
+    with pytest.raises(PagedKVError, match="knows no priorities"):
+        plain.retention.set_priority("a", 9)

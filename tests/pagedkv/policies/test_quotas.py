@@ -75,7 +75,7 @@ def walk(manager: KVCacheManager, seed: int, check: Callable[[], None]) -> list[
     rng = random.Random(seed)
     names: list[int] = []
     seen: list[Any] = []
-    manager.record_events()
+    manager.events.record()
     follower = ShadowIndex()
     for name in range(400):
         prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 12))]
@@ -86,7 +86,7 @@ def walk(manager: KVCacheManager, seed: int, check: Callable[[], None]) -> list[
         if len(names) > 2 or opened is None:
             manager.close(names.pop(rng.randrange(len(names))))
         manager.check_invariants()
-        for event in manager.take_events():
+        for event in manager.events.take():
             follower.apply(event)
         check()
         seen.append((opened, manager_state(manager), manager._cache.policy.ids().tolist()))
@@ -124,7 +124,7 @@ def test_priorities_work_within_quotas() -> None:
     manager = KVCacheManager(12, 2, policy=NamespaceQuotas({A: 2}, Priority))
     manager.open("s", range(4), namespace=A)
     manager.commit("s", range(4))
-    assert manager.retain("s", 90) == 2
+    assert manager.retention.set_priority("s", 90) == 2
     manager.close("s")
     run(manager, range(20, 24), A)
     assert run(manager, range(4), A) == 4

@@ -13,7 +13,7 @@ def pinned_manager() -> tuple[KVCacheManager, int]:
     manager = KVCacheManager(6, 2)
     manager.open("system", range(5))
     manager.commit("system", range(5))
-    pin = manager.pin("system")
+    pin = manager.retention.pin("system")
     manager.close("system")
     return manager, pin
 
@@ -37,7 +37,7 @@ def test_what_only_a_pin_holds_does_not_fit_now() -> None:
     """``open`` says None until the pin is undone."""
     manager, pin = pinned_manager()
     assert manager.open("long", range(50, 60)) is None
-    manager.unpin(pin)
+    manager.retention.unpin(pin)
     assert manager.counts == (4, 2, 0)
     assert manager.open("long", range(50, 60)) is not None
     assert manager.stats().evicted_blocks == 1
@@ -47,18 +47,18 @@ def test_pins_are_counted() -> None:
     """Two pins of one block need two unpins; each number is good once."""
     manager, pin = pinned_manager()
     manager.open("again", range(5))
-    second = manager.pin("again", 2)
+    second = manager.retention.pin("again", 2)
     manager.close("again")
     assert manager.stats().pinned_blocks == 2
-    manager.unpin(pin)
+    manager.retention.unpin(pin)
     assert manager.stats().pinned_blocks == 1
     assert manager.counts == (4, 1, 1)
     for undone in (pin, 7, -1, True, None, "0"):
         before = snapshot(manager)
         with pytest.raises(PagedKVError, match=r"there is no pin .*, there are \[1\]"):
-            manager.unpin(undone)  # type: ignore[arg-type]
+            manager.retention.unpin(undone)  # type: ignore[arg-type]
         assert snapshot(manager) == before
-    manager.unpin(second)
+    manager.retention.unpin(second)
     assert manager.counts == (4, 2, 0)
     manager.check_invariants()
 
@@ -80,21 +80,21 @@ def test_only_full_committed_blocks_can_be_pinned(num_tokens: Any, message: str)
     manager.commit("a", range(3))
     before = snapshot(manager)
     with pytest.raises(PagedKVError, match=message):
-        manager.pin("a", num_tokens)
+        manager.retention.pin("a", num_tokens)
     assert snapshot(manager) == before
     with pytest.raises(SequenceError, match="'b' is not open"):
-        manager.pin("b")
-    manager.pin("a", 3)
+        manager.retention.pin("b")
+    manager.retention.pin("a", 3)
     assert manager.stats().pinned_blocks == 1
 
 
 def test_without_prefix_caching_there_is_nothing_to_pin() -> None:
     """No content is kept, so none can be held."""
-    manager = KVCacheManager(6, 2, prefix_caching=False)
+    manager = KVCacheManager(6, 2, policy=None)
     manager.open("a", range(4))
     manager.commit("a", range(4))
     with pytest.raises(SequenceError, match="nothing to pin"):
-        manager.pin("a")
+        manager.retention.pin("a")
 
 
 def test_a_pinned_tail_is_copied_before_it_is_overwritten() -> None:
@@ -102,10 +102,10 @@ def test_a_pinned_tail_is_copied_before_it_is_overwritten() -> None:
     manager = KVCacheManager(6, 4)
     manager.open("a", range(8))
     manager.commit("a", range(8))
-    manager.pin("a")
+    manager.retention.pin("a")
     manager.truncate("a", 6)
     assert manager.append("a")
-    assert manager.take_copies().src.tolist() == [2]
+    assert manager.copies.take().src.tolist() == [2]
     manager.close("a")
     assert manager.counts == (4, 0, 2)
     manager.check_invariants()
@@ -114,10 +114,10 @@ def test_a_pinned_tail_is_copied_before_it_is_overwritten() -> None:
 def test_a_fence_holds_what_is_unpinned_meanwhile() -> None:
     """As it holds what a sequence gives up."""
     manager, pin = pinned_manager()
-    fence = manager.open_fence()
-    manager.unpin(pin)
+    fence = manager.fences.open()
+    manager.retention.unpin(pin)
     assert manager.counts == (4, 0, 2) and manager.stats().pinned_blocks == 0
-    manager.signal(fence)
+    manager.fences.signal(fence)
     assert manager.counts == (4, 2, 0)
     manager.check_invariants()
 
@@ -135,5 +135,5 @@ def test_a_pin_that_fails_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr(manager._cache.pool, "acquire", fail)
         with pytest.raises(MemoryError, match="injected"):
-            manager.pin("a")
+            manager.retention.pin("a")
     assert snapshot(manager) == before

@@ -1,0 +1,19 @@
+"""Hybrid models: layers with full attention beside layers with a sliding window, over one pool of blocks.
+
+`HybridKVCacheManager` is the manager, `CacheGroup` what it has to know of some layers, `groups_for`
+splits the layers of a model, and `reference` holds a slow model of the same rules.
+"""
+
+from pagedkv.hybrid.group import CacheGroup
+from pagedkv.hybrid.layout import bytes_per_block, groups_for
+from pagedkv.hybrid.manager import HybridKVCacheManager
+from pagedkv.hybrid.stats import GroupBlocks, HybridStats
+
+__all__ = [
+    "CacheGroup",
+    "GroupBlocks",
+    "HybridKVCacheManager",
+    "HybridStats",
+    "bytes_per_block",
+    "groups_for",
+]

@@ -1,0 +1,327 @@
+"""The hybrid manager: sequences whose layers see different tokens, over one pool of equal blocks."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from pagedkv.arithmetic import div_ceil
+from pagedkv.block_pool import BlockCounts
+from pagedkv.content import SequenceExtra, as_token_array
+from pagedkv.copies import PendingCopies
+from pagedkv.errors import NeverFits, PagedKVError, SequenceError, require_count
+from pagedkv.hybrid.content_tree import ContentTree
+from pagedkv.hybrid.group import CacheGroup, check_groups
+from pagedkv.hybrid.invariants import check_invariants
+from pagedkv.hybrid.rows import Rows
+from pagedkv.hybrid.stats import HybridStats, count_groups
+from pagedkv.manager import MOST_BLOCKS, Opened
+from pagedkv.namespace import Media, Namespace
+from pagedkv.page_table import Int64Array, PageTable, SeqId
+
+
+class HybridKVCacheManager:
+    """Decides which blocks hold which sequence, group of layers by group of layers.
+
+    ::
+
+        open                 prefill                  decode               close
+        [hit | fresh]   ->   step runs, then commit   ->   step, commit ->   full blocks stay cached
+         ^ every group                    '-> blocks that fell out of a window go back to the pool
+           can serve it                       at once: cached if their content is known
+
+    Bookkeeping only: numpy, no tensors, no clock, no threads. One scheduler owns it. All groups take blocks
+    of one pool; ``tables[name]`` has the block tables of a group, NULL_BLOCK where a block fell out of its
+    window (attention must honour the window, and so reads none of those). ``copies`` are the blocks to copy
+    before the next write. What is refused changes nothing; ``None`` or ``False`` means "not now"; a mistake
+    raises a ``ValueError`` subclass with the numbers.
+
+    **A hit** is as long as every group can serve: groups without a window all of it, the others what the
+    next token sees in its window, and the sinks.
+
+    **Commit after the step.** A commit says that the step which computes these tokens has its block tables
+    already: blocks that later tokens do not see are given up then, and are handed out to later steps.
+    The window is counted from the last block boundary, not from the last token, so that a sequence that
+    ends can be hit to its last full block. Nobody holds more for it: while it decodes, a sequence holds
+    ``ceil((window - 1) / block_size) + 1`` blocks of a window group and its sinks, constantly.
+
+    **Long prompts.** ``open`` takes room for all tokens in all groups unless ``max_fresh_tokens`` says to
+    begin with fewer; then ``append`` the next chunk when the last one is committed.
+
+    **Eviction** is least recently used, block by block, exactly the shortfall. Blocks that fell out of a
+    window go at their own age; of blocks let go of together, the deepest first, of one depth those of window
+    groups first. So a block goes before what it builds on, no cached block is ever cut off from its
+    prefix, and what no hit can use any more goes first (unless committed tokens were cut).
+
+    Memory: 106 bytes of arrays per block, 4 more for each of its tokens and for each group (170 for two
+    groups and blocks of 16 tokens), and a page table per group. Without a group that keeps everything,
+    contents may outlive their blocks: there is room for ``max_seqs * ceil(max_seq_len / block_size)`` more
+    contents then, so state both limits.
+
+    >>> groups = CacheGroup("full", (1,)), CacheGroup("local", (0, 2), window=4)
+    >>> manager = HybridKVCacheManager(groups, num_blocks=12, block_size=2)
+    >>> manager.open("a", range(10))
+    Opened(num_tokens=10, num_cached_tokens=0)
+    >>> manager.commit("a", range(10))
+    >>> [manager.tables[name].block_ids("a").tolist() for name in ("full", "local")]
+    [[1, 2, 3, 4, 5], [0, 0, 0, 9, 10]]
+    >>> manager.counts
+    BlockCounts(free=2, cached=3, active=7)
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        max_seqs: int = 256,
+        max_seq_len: int | None = None,
+        prefix_caching: bool = True,
+    ) -> None:
+        """Make a manager of ``num_blocks`` usable blocks, each for ``block_size`` tokens of one group.
+
+        ``max_seqs`` sequences can be open at once, each of at most ``max_seq_len`` tokens (default: as many
+        as one group could hold in the whole pool). ``prefix_caching=False``: no content is kept or looked up.
+        """
+        self.groups = check_groups(groups)
+        num_blocks = require_count("num_blocks", num_blocks, 1)
+        if num_blocks > MOST_BLOCKS:
+            raise PagedKVError(
+                f"num_blocks must be at most {MOST_BLOCKS}, as ids are int32, got {num_blocks}"
+            )
+        self.block_size = require_count("block_size", block_size, 1)
+        max_seqs = require_count("max_seqs", max_seqs, 1)
+        whole_pool = num_blocks * self.block_size
+        self.max_seq_len = whole_pool if max_seq_len is None else require_count("max_seq_len", max_seq_len, 1)
+        self.prefix_caching = prefix_caching
+        width = div_ceil(self.max_seq_len, self.block_size)
+        tables = [PageTable(max_seqs, width, self.block_size) for _ in self.groups]
+        self.tables: Mapping[str, PageTable] = MappingProxyType(
+            {group.name: table for group, table in zip(self.groups, tables, strict=True)}
+        )
+        keeps_all = any(group.window is None for group in self.groups)
+        num_nodes = num_blocks if keeps_all else num_blocks + max_seqs * width
+        self._tree = ContentTree(self.groups, num_blocks, self.block_size, num_nodes)
+        self._rows = Rows(self._tree, self.groups, tables)
+        self._table = tables[0]  # all tables agree about rows and lengths
+        self._num_opened = self._queried_tokens = self._hit_tokens = 0
+
+    @property
+    def counts(self) -> BlockCounts:
+        """Free, cached and active blocks now, of all groups. Cost: O(1)."""
+        return self._tree.pool.counts
+
+    @property
+    def copies(self) -> PendingCopies:
+        """Blocks to copy before anything else is written."""
+        return self._tree.copies
+
+    # -- sequences
+
+    def open(
+        self,
+        seq_id: SeqId,
+        tokens: Any,
+        *,
+        namespace: Namespace | None = None,
+        media: Iterable[Media] = (),
+        max_cached_tokens: int | None = None,
+        max_fresh_tokens: int | None = None,
+    ) -> Opened | None:
+        """Open a sequence with its prompt: find the longest prefix that every group has, hold what is needed.
+
+        ``tokens`` int [n], n >= 0. At most ``max_cached_tokens`` are taken from the cache (default n - 1: a
+        model has to run at least one token). Behind the hit there is room for the rest of the prompt, or
+        for ``max_fresh_tokens`` of it if that is less: the length of the sequence, and ``num_tokens`` of
+        the result, say how much; ``append`` makes room for more.
+
+        Returns None when it does not fit now, or ``max_seqs`` are open. Raises ``NeverFits`` if the pool
+        cannot hold what the sequence must hold at once, even if it were alone: now (a smaller
+        ``max_fresh_tokens`` may help) or at the end of the prompt. Raises ``SequenceError`` if ``seq_id``
+        is open. Cost: O(groups x n), vectorised.
+        """
+        prompt = as_token_array(tokens)
+        if seq_id in self._table:
+            raise SequenceError(f"sequence {seq_id!r} is open already")
+        num_tokens = len(prompt)
+        self._require_fits(np.array([max(0, num_tokens - 1)]), np.array([num_tokens]))
+        extra = SequenceExtra.build(namespace, media, num_tokens, self.block_size)
+        limit = num_tokens - 1
+        if max_cached_tokens is not None:
+            limit = min(require_count("max_cached_tokens", max_cached_tokens, 0), num_tokens)
+        room = num_tokens
+        if max_fresh_tokens is not None:
+            room = require_count("max_fresh_tokens", max_fresh_tokens, 1)
+        nodes = self._rows.match(prompt, extra, limit if self.prefix_caching else 0)
+        cached = len(nodes) * self.block_size
+        length = min(num_tokens, cached + room)
+        self._require_fits(np.array([cached]), np.array([length]))
+        hit = self._rows.hit_blocks(nodes)
+        fresh = (div_ceil(length, self.block_size) - len(nodes)) * len(self.groups)
+        idle = np.count_nonzero(self._tree.pool.ref_count[hit[hit > 0]] == 0)
+        if not self._table.num_free_rows or fresh + idle > self._tree.pool.num_available:
+            return None
+        self._rows.add(seq_id, extra, nodes, hit, length)
+        self._num_opened += 1
+        self._queried_tokens += num_tokens
+        self._hit_tokens += cached
+        return Opened(length, cached)
+
+    def append(self, seq_id: SeqId, num_tokens: int = 1) -> bool:
+        """``step`` for one sequence."""
+        return self.step([seq_id], num_tokens)
+
+    def step(self, seq_ids: Sequence[SeqId], num_tokens: int = 1) -> bool:
+        """Make room for ``num_tokens`` more of each of several distinct sequences, or of none and False.
+
+        A partial tail that somebody else can see is replaced by a copy, in every group: run ``copies``
+        before writing. A tail that nobody else can see stays, and its content is forgotten. False when the
+        blocks are not available now. Raises ``NeverFits`` beyond ``max_seq_len``, or if one of the
+        sequences could not hold so many uncommitted tokens even alone. Cost: O(groups x (batch + blocks)).
+        """
+        rows = self._table.rows(seq_ids)
+        num_tokens = require_count("num_tokens", num_tokens, 0)
+        lens = self._table.seq_len[rows]
+        self._require_fits(lens, lens + num_tokens)
+        return self._rows.extend(rows, num_tokens)
+
+    def commit(self, seq_id: SeqId, tokens: Any, *, media: Iterable[Media] = ()) -> None:
+        """Say which tokens the next positions hold, now that they are final and their step has its tables.
+
+        ``tokens`` int [n] continue where the last commit (or the hit of ``open``) ended and may not go
+        beyond the sequence's length (``SequenceError``). ``media`` that starts among them and was not given
+        to ``open`` is given here. Blocks that became full are shared, and where a group has an equal one
+        already, the sequence takes that one. Blocks that fell out of a window are given up. Tables change.
+        Cost: O(groups x n), vectorised.
+        """
+        row = self._table.row(seq_id)
+        ids = as_token_array(tokens)
+        start, length = int(self._table.committed[row]), int(self._table.seq_len[row])
+        stop = start + len(ids)
+        if stop > length:
+            raise SequenceError(
+                f"cannot commit {len(ids)} more tokens of {seq_id!r}: {start} of its {length} are committed"
+            )
+        extra = self._rows.extra(row).extended(media, start, stop, self.block_size)
+        if len(ids):
+            self._require_copied(row, start // self.block_size, div_ceil(stop, self.block_size))
+            self._rows.commit(row, ids, extra, self.prefix_caching)
+
+    def commit_step(self, seq_ids: Sequence[SeqId], tokens: Any) -> None:
+        """``commit`` one token of each of several distinct sequences: ``tokens`` int [len(seq_ids)].
+
+        Raises ``SequenceError`` if any of them has no uncommitted token left; none changes then.
+        Cost: O(groups x batch), vectorised, and as ``commit`` for each sequence whose block became full.
+        """
+        rows, ids = self._table.rows(seq_ids), as_token_array(tokens)
+        if len(ids) != len(rows):
+            raise SequenceError(f"{len(rows)} sequences, but {len(ids)} tokens to commit")
+        start = self._table.committed[rows]
+        left = start < self._table.seq_len[rows]
+        if not left.all():
+            raise SequenceError(f"sequence {seq_ids[int(left.argmin())]!r} has no uncommitted token left")
+        if len(self.copies):
+            for row, column in zip(rows.tolist(), (start // self.block_size).tolist(), strict=True):
+                self._require_copied(row, column, column + 1)
+        self._rows.commit_one(rows, ids, self.prefix_caching)
+
+    def fork(self, seq_id: SeqId, child_id: SeqId) -> bool:
+        """Open ``child_id`` as a copy of ``seq_id`` that shares every block, the partial tail included.
+
+        Whoever grows first copies the tail. Returns False when ``max_seqs`` are open. With prefix
+        caching the sequence must be committed to its end (``SequenceError``). Cost: O(groups x blocks).
+        """
+        row = self._table.row(seq_id)
+        if child_id in self._table:
+            raise SequenceError(f"sequence {child_id!r} is open already")
+        length, committed = int(self._table.seq_len[row]), int(self._table.committed[row])
+        if self.prefix_caching and committed < length:
+            raise SequenceError(
+                f"commit or truncate {seq_id!r} before a fork: {committed} of {length} tokens are committed"
+            )
+        if not self._table.num_free_rows:
+            return False
+        if committed < length:
+            last = div_ceil(length, self.block_size)
+            self._require_copied(row, last - 1, last)
+        self._rows.copy(row, child_id)
+        return True
+
+    def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
+        """Cut a sequence to its first ``num_tokens``, as when drafts are rejected; frees what is beyond.
+
+        Raises ``SequenceError`` unless ``0 <= num_tokens <= length``, or if the token at that position sees
+        a block that fell out of a window: drafts can always be cut, committed tokens a little way, and all
+        of them (to 0). Cost: O(groups x blocks given up).
+        """
+        row = self._table.row(seq_id)
+        length = int(self._table.seq_len[row])
+        whole = isinstance(num_tokens, (int, np.integer)) and not isinstance(num_tokens, bool)
+        if not whole or not 0 <= num_tokens <= length:
+            raise SequenceError(f"cannot truncate sequence {seq_id!r} of {length} tokens to {num_tokens}")
+        num_tokens = int(num_tokens)
+        lost = self._rows.first_lost(row, num_tokens)
+        if lost is not None:
+            raise SequenceError(
+                f"cannot truncate {seq_id!r} from {length} to {num_tokens} tokens: "
+                f"its positions from {lost * self.block_size} on fell out of a window"
+            )
+        self._rows.cut(row, num_tokens, self._rows.extra(row).truncated(num_tokens, self.block_size))
+
+    def close(self, seq_id: SeqId) -> None:
+        """Give up a sequence: full committed blocks stay cached, others become free.
+
+        Raises ``SequenceError`` if it is not open. Cost: O(groups x blocks).
+        """
+        self._rows.remove(seq_id)
+
+    # -- being watched
+
+    def stats(self) -> HybridStats:
+        """Snapshot of states and counters. Cost: O(num_blocks), vectorised."""
+        counts = self.counts
+        return HybridStats(
+            num_blocks=self._tree.pool.num_blocks,
+            block_size=self.block_size,
+            free_blocks=counts.free,
+            cached_blocks=counts.cached,
+            active_blocks=counts.active,
+            groups=count_groups(self.groups, self._tree.group_of, self._tree.pool.state),
+            num_nodes=len(self._tree.index),
+            num_seqs=len(self._table),
+            num_opened=self._num_opened,
+            queried_tokens=self._queried_tokens,
+            hit_tokens=self._hit_tokens,
+            fallen_blocks=self._rows.num_fallen,
+            evicted_blocks=self._tree.num_evicted,
+            copied_blocks=self._tree.num_copied,
+        )
+
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if any two parts disagree. Cost: O(groups x (pool + table) + nodes)."""
+        check_invariants(self._tree, self._rows, self.prefix_caching)
+
+    # -- inner steps
+
+    def _require_fits(self, committed: Int64Array, num_tokens: Int64Array) -> None:
+        """Refuse what a sequence could not hold if it were alone, with so many of its tokens committed."""
+        longest = int(num_tokens.max(initial=0))
+        if longest > self.max_seq_len:
+            raise NeverFits(f"{longest} tokens can never fit: a sequence holds at most {self.max_seq_len}")
+        have = self._tree.pool.num_blocks
+        if div_ceil(longest, self.block_size) * len(self.groups) <= have:
+            return
+        need = self._rows.held_blocks(committed, num_tokens)
+        most = int(need.argmax())
+        if need[most] > have:
+            raise NeverFits(
+                f"{num_tokens[most]} tokens, {committed[most]} of them computed before, can never fit: "
+                f"all groups together need {need[most]} of {have} blocks"
+            )
+
+    def _require_copied(self, row: int, first: int, last: int) -> None:
+        if len(self.copies):
+            for table in self.tables.values():
+                self.copies.require_done(table.blocks[row, first:last])

@@ -1,0 +1,382 @@
+"""The hybrid manager against a slow model and against the manager of one group, under random operations."""
+
+import random
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedkv import KVCacheManager, Namespace, SequenceError
+from pagedkv.errors import NeverFits
+from pagedkv.hybrid import CacheGroup, HybridKVCacheManager
+from pagedkv.hybrid.reference import ReferenceHybridManager
+from pagedkv.page_table import NULL_BLOCK
+
+FULL = CacheGroup("full", (0,))
+GROUPS: dict[str, tuple[CacheGroup, ...]] = {
+    "full": (FULL,),
+    "two_full": (FULL, CacheGroup("other", (1,))),
+    "full_window": (FULL, CacheGroup("w4", (1,), window=4)),
+    "window_full": (CacheGroup("w5", (1,), window=5), FULL),
+    "full_window_sinks": (FULL, CacheGroup("w3s2", (1,), window=3, sinks=2)),
+    "full_two_windows": (CacheGroup("w7s1", (1,), window=7, sinks=1), FULL, CacheGroup("w2", (2,), window=2)),
+    "two_windows": (CacheGroup("w3", (0,), window=3), CacheGroup("w8", (1,), window=8)),
+    "two_windows_sinks": (
+        CacheGroup("w20s6", (0,), window=20, sinks=6),
+        CacheGroup("w2s4", (1,), window=2, sinks=4),
+    ),
+    "window": (CacheGroup("w5", (0,), window=5),),
+    "window_sinks": (CacheGroup("w4s3", (0,), window=4, sinks=3),),
+    "window_of_one": (CacheGroup("w1", (0,), window=1),),
+}
+WEIGHTS = {"open": 8, "step": 12, "append": 4, "commit": 18, "fork": 2, "truncate": 3, "close": 5}
+
+
+class Walk:
+    """A manager, the model, and what every slot of the storage holds, driven together."""
+
+    def __init__(
+        self,
+        seed: int,
+        groups: Sequence[CacheGroup],
+        num_blocks: int = 16,
+        block_size: int = 2,
+        max_seqs: int = 4,
+        vocabulary: int = 2,
+        max_len: int | None = None,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.groups, self.vocabulary = groups, vocabulary
+        self.max_len = max_len or num_blocks * block_size // len(groups) + 4
+        self.manager = HybridKVCacheManager(
+            groups, num_blocks, block_size, max_seqs=max_seqs, max_seq_len=self.max_len
+        )
+        nodes = num_blocks
+        if all(group.window is not None for group in groups):
+            nodes += max_seqs * -(-self.max_len // block_size)
+        self.model = ReferenceHybridManager(groups, num_blocks, block_size, max_seqs, nodes)
+        self.slots = np.full((num_blocks + 1) * block_size, -1)
+        self.prompts: dict[Hashable, list[int]] = {}
+        self.next_id = self.hits = self.partly_hit = self.refused_cuts = self.never = 0
+
+    def run(self, num_ops: int) -> "Walk":
+        for number in range(num_ops):
+            name = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+            try:
+                getattr(self, name)()
+                self.compare()
+            except AssertionError as error:
+                raise AssertionError(f"operation {number} ({name}): {error}") from error
+        return self
+
+    # -- comparing
+
+    def state(self) -> dict[str, object]:
+        stats, tables = self.manager.stats(), self.manager.tables
+        first = tables[self.groups[0].name]
+        return {
+            "counts": (stats.free_blocks, stats.cached_blocks, stats.active_blocks),
+            "lengths": {i: (first.num_tokens(i), first.num_committed(i)) for i in first.seq_ids},
+            "tables": {
+                i: [(table.block_ids(i) != NULL_BLOCK).tolist() for table in tables.values()]
+                for i in first.seq_ids
+            },
+            "groups": [tuple(stats.groups[group.name]) for group in self.groups],
+            "nodes": stats.num_nodes,
+            "counters": (stats.evicted_blocks, stats.copied_blocks, stats.fallen_blocks),
+        }
+
+    def compare(self) -> None:
+        self.manager.check_invariants()
+        real, model = self.state(), self.model.state()
+        for key, value in real.items():
+            assert value == model[key], f"{key}: {value} != {model[key]}"
+        if not len(self.manager.copies):
+            self.check_slots()
+
+    def check_slots(self) -> None:
+        """Whatever the next token of a sequence sees, in any group, is what was committed there."""
+        for seq_id, seq in self.model.seqs.items():
+            done = len(seq.tokens)
+            for g, group in enumerate(self.groups):
+                table = self.manager.tables[group.name]
+                blocks, slots = table.block_ids(seq_id), table.slots(seq_id)
+                for position, token in enumerate(seq.tokens):
+                    seen = group.window is None or position > done - group.window or position < group.sinks
+                    there = blocks[position // table.block_size] != NULL_BLOCK
+                    assert there or not seen, f"{group.name}: position {position} of {seq_id} is gone"
+                    if there:
+                        held = self.slots[slots[position]]
+                        assert held == 100 * g + token, f"{group.name}: {seq_id}[{position}] holds {held}"
+
+    def copy(self) -> None:
+        copies = self.manager.copies.take()
+        rows = self.slots.reshape(-1, self.model.block_size)
+        rows[copies.dst] = rows[copies.src]
+
+    # -- operations
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(self.vocabulary) for _ in range(count)]
+
+    def any(self) -> Hashable | None:
+        return self.random.choice(list(self.model.seqs)) if self.model.seqs else None
+
+    def prompt(self) -> tuple[list[int], Namespace | None]:
+        """Half of the prompts begin like something that some group has."""
+        namespace = self.random.choice([None, None, Namespace(salt="tenant")])
+        tokens = self.tokens(self.random.randrange(self.max_len))
+        paths = [path for by in self.model.by_path for path in by]
+        if paths and self.random.random() < 0.6:
+            path: Any = self.random.choice(paths)
+            namespace = path[0]
+            tokens = [*path[1 : self.random.randint(1, len(path))], *tokens[: self.random.randrange(5)]]
+        return tokens[: self.max_len - 1], namespace
+
+    def open(self) -> None:
+        tokens, namespace = self.prompt()
+        fresh = self.random.choice([None, 1, 3, 6])
+        seq_id, self.next_id = self.next_id, self.next_id + 1
+        opened = self.both(
+            lambda: self.manager.open(seq_id, tokens, namespace=namespace, max_fresh_tokens=fresh),
+            lambda: self.model.open(seq_id, tokens, namespace, fresh),
+        )
+        if opened:
+            self.prompts[seq_id] = tokens
+            self.hits += opened.num_cached_tokens > 0
+            blocks = [self.manager.tables[g.name].block_ids(seq_id) for g in self.groups]
+            self.partly_hit += any(b[: opened.num_cached_tokens // 2].min(initial=1) == 0 for b in blocks)
+
+    def both(self, real: Callable[[], Any], model: Callable[[], Any]) -> Any:
+        """What manager and model both return; False if both say that it never fits."""
+        results: list[Any] = []
+        for call in (real, model):
+            try:
+                results.append(call())
+            except NeverFits:
+                self.never += 1
+                results.append(False)
+        assert results[0] == results[1], f"{results[0]}, expected {results[1]}"
+        return results[0]
+
+    def grow(self, seq_ids: list[Hashable], count: int) -> None:
+        self.both(lambda: self.manager.step(seq_ids, count), lambda: self.model.step(seq_ids, count))
+
+    def step(self) -> None:
+        ids = [i for i in self.model.seqs if self.model.seqs[i].length < self.max_len]
+        self.grow(self.random.sample(ids, self.random.randint(0, len(ids))), 1)
+
+    def append(self) -> None:
+        seq_id, count = self.any(), self.random.randrange(6)
+        if seq_id is None or self.model.seqs[seq_id].length + count > self.max_len:
+            return
+        self.grow([seq_id], count)
+
+    def commit(self) -> None:
+        seq_id = self.any()
+        if seq_id is None:
+            return
+        seq = self.model.seqs[seq_id]
+        start, left = len(seq.tokens), seq.length - len(seq.tokens)
+        count = self.random.choice([left, self.random.randint(0, left)])
+        known = self.prompts.get(seq_id, [])[start : start + count]
+        tokens = known + self.tokens(count - len(known))
+        self.copy()
+        for g, table in enumerate(self.manager.tables.values()):
+            self.slots[table.slots(seq_id, start, start + count)] = 100 * g + np.array(tokens, np.int64)
+        if count == 1 and self.random.random() < 0.5:
+            self.manager.commit_step([seq_id], tokens)
+        else:
+            self.manager.commit(seq_id, tokens)
+        self.model.commit(seq_id, tokens)
+
+    def fork(self) -> None:
+        seq_id = self.any()
+        if seq_id is not None and len(self.model.seqs[seq_id].tokens) == self.model.seqs[seq_id].length:
+            child, self.next_id = self.next_id, self.next_id + 1
+            assert self.manager.fork(seq_id, child) == self.model.fork(seq_id, child)
+
+    def truncate(self) -> None:
+        seq_id = self.any()
+        if seq_id is None:
+            return
+        seq = self.model.seqs[seq_id]
+        length = self.random.choice(
+            [self.random.randint(0, seq.length), max(0, len(seq.tokens) - self.random.randrange(4))]
+        )
+        if not self.model.can_truncate(seq_id, length):
+            self.refused_cuts += 1
+            with pytest.raises(SequenceError, match="fell out of a window"):
+                self.manager.truncate(seq_id, length)
+            return
+        self.manager.truncate(seq_id, length)
+        self.model.truncate(seq_id, length)
+        self.prompts[seq_id] = self.prompts.get(seq_id, [])[:length]
+
+    def close(self) -> None:
+        seq_id = self.any()
+        if seq_id is not None:
+            self.manager.close(seq_id)
+            self.model.close(seq_id)
+
+
+SIZES: dict[str, dict[str, int]] = {
+    "default": {"num_blocks": 20},
+    "crowded": {"num_blocks": 8, "max_seqs": 8},
+    "one_token_blocks": {"block_size": 1, "num_blocks": 20},
+    "large_blocks": {"block_size": 5, "num_blocks": 12, "max_len": 40},
+    "roomy": {"num_blocks": 60, "max_seqs": 6, "max_len": 40},
+    "one_token_vocabulary": {"vocabulary": 1, "block_size": 3},
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_long_random_walk_agrees_with_the_model(name: str, size: str) -> None:
+    """Results, hits, counts by group, tables and slot contents after every one of many operations."""
+    walk = Walk(7, GROUPS[name], **SIZES[size]).run(1500 if size == "default" else 150)
+    stats = walk.manager.stats()
+    assert stats.num_opened > 3
+    if size == "default":
+        assert stats.evicted_blocks > 50 and walk.hits > 20 and walk.never >= 2
+        if any(group.window for group in walk.groups):
+            assert stats.fallen_blocks > 50 and walk.partly_hit > 0 and walk.refused_cuts > 5
+
+
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@given(
+    seed=st.integers(0, 2**32),
+    windows=st.lists(
+        st.one_of(st.none(), st.tuples(st.integers(1, 20), st.integers(0, 9))), min_size=1, max_size=4
+    ),
+    blocks_per_group=st.integers(2, 14),
+    block_size=st.integers(1, 5),
+    max_seqs=st.integers(1, 6),
+    vocabulary=st.integers(1, 4),
+)
+def test_walks_with_any_groups_agree_with_the_model(
+    seed: int,
+    windows: list[tuple[int, int] | None],
+    blocks_per_group: int,
+    block_size: int,
+    max_seqs: int,
+    vocabulary: int,
+) -> None:
+    """Whatever the groups and sizes, manager and model do the same."""
+    groups = [
+        CacheGroup(f"g{i}", (i,), *((None, 0) if window is None else window))
+        for i, window in enumerate(windows)
+    ]
+    Walk(seed, groups, blocks_per_group * len(groups), block_size, max_seqs, vocabulary).run(120)
+
+
+def test_contents_that_run_short_are_evicted_with_the_oldest_blocks() -> None:
+    """With windows only, the tails of long prompts that are used again and again keep many contents known."""
+    walk = Walk(1, GROUPS["window"], num_blocks=48, max_seqs=1, max_len=60)
+    rng, prompts = random.Random(1), [[i] * 50 for i in range(5)]
+    short = 0
+    for _ in range(60):
+        tokens = [*rng.choice(prompts), *(rng.randrange(100) for _ in range(4))]
+        opened = walk.manager.open("a", tokens, max_fresh_tokens=10)
+        assert opened == walk.model.open("a", tokens, None, 10) and opened is not None
+        done, length = opened.num_cached_tokens, opened.num_tokens
+        while True:
+            evicted = walk.manager.stats().evicted_blocks
+            for manager in (walk.manager, walk.model):
+                manager.commit("a", tokens[done:length])
+            short += walk.manager.stats().evicted_blocks > evicted  # though a commit takes no blocks
+            assert walk.state() == walk.model.state()
+            if length == len(tokens):
+                break
+            more = min(10, len(tokens) - length)
+            assert walk.manager.append("a", more) and walk.model.step(["a"], more)
+            done, length = length, length + more
+        for manager in (walk.manager, walk.model):
+            manager.close("a")
+        walk.manager.check_invariants()
+        assert walk.state() == walk.model.state()
+    assert short > 5 and walk.manager.stats().hit_tokens > 500
+
+
+@pytest.mark.parametrize("name", [name for name in GROUPS if name != "window_of_one"])
+def test_what_no_hit_can_use_is_evicted_before_all_that_one_can_use(name: str) -> None:
+    """As long as no committed token is cut, the oldest cached blocks are the useless ones, in every group."""
+    walk, useless = Walk(5, GROUPS[name], num_blocks=30), 0
+    model = walk.model
+    for _ in range(500):
+        operation = walk.random.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        if operation != "truncate":
+            getattr(walk, operation)()
+        served = [path for path in model._nodes() if model.serves(path)]
+        use = [any(model.uses(path, block) for path in served) for block in model.cached]
+        assert use == sorted(use), "something useless would outlive something useful"
+        useless += use.count(False)
+    assert useless > 20 or not any(group.window for group in walk.groups)
+
+
+# -- one group without a window
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_group_without_a_window_does_what_the_plain_manager_does(seed: int) -> None:
+    """The same calls give the same results, hits, counts, evictions and copies."""
+    rng, size = random.Random(seed), 3
+    plain = KVCacheManager(14, size, max_seqs=5)
+    hybrid = HybridKVCacheManager([FULL], 14, size, max_seqs=5)
+    table, prompts, next_id = (
+        hybrid.tables["full"],
+        [[rng.randrange(2) for _ in range(30)] for _ in range(3)],
+        0,
+    )
+    for _ in range(3000):
+        ids = plain.tables.seq_ids
+        seq_id = rng.choice(ids) if ids else None
+        operation = rng.choice(["open", "step", "step", "commit", "commit", "commit", "fork", "cut", "close"])
+        managers: list[Any] = [plain, hybrid]
+        if operation == "open":
+            prompt = [*rng.choice(prompts)[: rng.randrange(24)], *(rng.randrange(2) for _ in range(3))]
+            results = [m.open(next_id, prompt) for m in managers]
+            next_id += 1
+        elif operation == "step":
+            batch = rng.sample(ids, rng.randint(0, len(ids)))
+            batch = [i for i in batch if plain.tables.num_tokens(i) < 40]
+            results = [m.step(batch) for m in managers]
+        elif seq_id is None:
+            continue
+        elif operation == "commit":
+            left = plain.tables.num_tokens(seq_id) - plain.tables.num_committed(seq_id)
+            tokens = [rng.randrange(2) for _ in range(rng.choice([left, rng.randint(0, left)]))]
+            for m in managers:
+                m.copies.take()
+            results = [m.commit(seq_id, tokens) for m in managers]
+        elif operation == "fork":
+            if plain.tables.num_tokens(seq_id) > plain.tables.num_committed(seq_id):
+                continue
+            results = [m.fork(seq_id, next_id) for m in managers]
+            next_id += 1
+        elif operation == "cut":
+            length = rng.randint(0, plain.tables.num_tokens(seq_id))
+            results = [m.truncate(seq_id, length) for m in managers]
+        else:
+            results = [m.close(seq_id) for m in managers]
+        assert results[0] == results[1], operation
+        assert plain.counts == hybrid.counts, operation
+        assert table.seq_ids == plain.tables.seq_ids
+        assert [table.num_committed(i) for i in ids if i in table] == [
+            plain.tables.num_committed(i) for i in ids if i in table
+        ]
+        one, other = plain.stats(), hybrid.stats()
+        for name in ("evicted_blocks", "copied_blocks", "hit_tokens", "queried_tokens", "num_opened"):
+            assert getattr(one, name) == getattr(other, name), name
+        assert one.indexed_blocks == other.num_nodes
+    assert one.evicted_blocks > 100 and one.copied_blocks > 20 and one.hit_tokens > 200
+
+
+def test_the_same_calls_give_the_same_tables() -> None:
+    """Block ids depend on nothing but the calls."""
+    first, second, other = (Walk(seed, GROUPS["full_two_windows"]).run(400) for seed in (3, 3, 4))
+    tables = [[t.blocks.tolist() for t in walk.manager.tables.values()] for walk in (first, second, other)]
+    assert tables[0] == tables[1] != tables[2]
