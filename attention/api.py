@@ -3,10 +3,8 @@
 from torch import Tensor
 
 from pagedkv.attention.arguments import checked_window
-from pagedkv.attention.op import paged_attention_op
+from pagedkv.attention.op import call_paged_attention
 from pagedkv.errors import PagedKVError
-
-_TENSORS = ("q", "k", "v", "block_tables", "seq_lens")
 
 
 def paged_attention(
@@ -100,21 +98,28 @@ def paged_attention(
     >>> [round(x, 4) for x in mass.flatten().tolist()]
     [0.1636, 0.1636, 0.6728]
     """
-    for name, x in zip(_TENSORS, (q, k, v, block_tables, seq_lens), strict=True):
-        if not isinstance(x, Tensor):
-            raise PagedKVError(f"{name} must be a tensor, got {type(x).__name__}")
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        _refuse_other_types(q=q, k=k, v=v)
+    if not (isinstance(block_tables, Tensor) and isinstance(seq_lens, Tensor)):
+        _refuse_other_types(block_tables=block_tables, seq_lens=seq_lens)
     if out is None:
-        out = q.new_empty(*q.shape[:-1], *v.shape[3:])
+        out = q.new_empty(q.shape[:-1] + v.shape[3:])
     if scale is None:
         # a missing or empty head_dim is refused below, with the shapes in the message
         scale = max(1, q.shape[-1:].numel()) ** -0.5
     if window is not None:
         window = checked_window(window)
-    paged_attention_op(
+    call_paged_attention(
         q, k, v, block_tables, seq_lens, scale, k_scale, v_scale, window, sinks, softcap, out, lse,
         block_mass, plan, backend,
     )  # fmt: skip
     return out
+
+
+def _refuse_other_types(**given: object) -> None:
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise PagedKVError(f"{name} must be a tensor, got {type(x).__name__}")
 
 
 def paged_mla_attention(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pagedkv.errors import PagedKVError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 # As csrc/abi.h numbers them.
 ISAS = ("auto", "portable", "avx2", "avx512", "avx512-dot")

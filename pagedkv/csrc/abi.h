@@ -14,13 +14,13 @@
 namespace pagedkv {
 
 // Raised whenever a struct or the meaning of a field changes; Python refuses a library of another number.
-constexpr int64_t kAbiVersion = 1;
+constexpr int64_t kAbiVersion = 2;
 
 enum Dtype : int64_t { kFp32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kFp8 = 4 };
 
 enum Isa : int64_t { kAuto = 0, kPortable = 1, kAvx2 = 2, kAvx512 = 3, kAvx512Dot = 4 };
 
-enum Status : int64_t { kOk = 0, kBadLength = 1, kBadBlock = 2, kNoMemory = 3, kNoKernel = 4 };
+enum Status : int64_t { kOk = 0, kBadLength = 1, kBadBlock = 2, kNoMemory = 3, kNoKernel = 4, kDoesNotFit = 5 };
 
 struct AttendCall {
     const void* q;                // [num_seqs, q_len, num_q_heads, head_dim]
@@ -30,14 +30,22 @@ struct AttendCall {
     const float* v_scale;         // likewise
     const int32_t* block_tables;  // [num_seqs, max_blocks]
     const int32_t* seq_lens;      // [num_seqs]
-    const float* sinks;           // [num_q_heads] contiguous, or null
+    const float* sinks;           // [num_q_heads], or null
     void* out;                    // [num_seqs, q_len, num_q_heads, v_head_dim], dtype of q
     float* lse;                   // [num_seqs, q_len, num_q_heads], or null
     float* block_mass;            // [num_seqs, q_len, num_q_heads, max_blocks], or null
-    int64_t num_seqs, q_len, num_q_heads, head_dim;
-    int64_t num_blocks, num_kv_heads, block_size, v_head_dim, max_blocks;
-    int64_t q_stride[4], k_stride[3], v_stride[3], k_scale_stride[3], v_scale_stride[3];
-    int64_t table_stride[2], seq_lens_stride, out_stride[4], lse_stride[3], mass_stride[4];
+    // shape and strides of each tensor as it has them, -1 for what is not given; attend_check.cpp compares them
+    int64_t num_seqs, q_len, num_q_heads, head_dim, q_stride[4];
+    int64_t num_blocks, num_kv_heads, block_size, k_head_dim, k_stride[4];
+    int64_t v_shape[4], v_stride[4];
+    int64_t table_rows, max_blocks, table_stride[2];
+    int64_t num_lens, seq_lens_stride;
+    int64_t out_shape[4], out_stride[4];
+    int64_t k_scale_shape[3], k_scale_stride[3];
+    int64_t v_scale_shape[3], v_scale_stride[3];
+    int64_t num_sinks, sinks_stride;
+    int64_t lse_shape[3], lse_stride[3];
+    int64_t mass_shape[4], mass_stride[4];
     int64_t q_dtype, kv_dtype;
     int64_t window;               // 0: none
     int64_t threads;              // at most so many, the caller's among them
@@ -73,7 +81,7 @@ PAGEDKV_EXPORT int64_t pagedkv_abi_version();
 // Best instruction set of this CPU that was compiled in, as an Isa.
 PAGEDKV_EXPORT int64_t pagedkv_best_isa();
 
-// Fills out, lse and block_mass. A Status; nothing is written with kBadLength or kBadBlock.
+// Fills out, lse and block_mass. A Status; nothing is written unless it is kOk or kNoMemory.
 PAGEDKV_EXPORT int64_t pagedkv_attend(pagedkv::AttendCall* call);
 
 // Reads every byte of the blocks that attention would read, in the same order on the same threads, and does

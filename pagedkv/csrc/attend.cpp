@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <new>
 
+#include "attend_check.h"
 #include "block_walk.h"
 #include "cpu_features.h"
 #include "scratch.h"
@@ -26,9 +27,9 @@ void set_shapes(Attention& a, const AttendCall& call) {
     a.rows = (int)(a.group_size * call.q_len);
     a.shape.rows = a.rows % 4 == 3 ? a.rows + 1 : a.rows;
     a.shape.head_dim = (int)call.head_dim;
-    a.shape.v_head_dim = (int)call.v_head_dim;
+    a.shape.v_head_dim = (int)call.v_shape[3];
     a.shape.q_bytes = a.kernels->query_bytes((int)call.head_dim);
-    a.shape.acc_stride = (call.v_head_dim + 63) / 64 * 64;
+    a.shape.acc_stride = (call.v_shape[3] + 63) / 64 * 64;
     a.tile_tokens = tile_tokens(call, a.element);
     a.has_stretches = a.tile_tokens == kTile && has_stretches(call, a.element);
     a.next_item.store(0);
@@ -58,6 +59,7 @@ bool allocate(Attention& a) {
 
 PAGEDKV_EXPORT int64_t pagedkv_attend(pagedkv::AttendCall* call) {
     using namespace pagedkv;
+    if (!fits(*call)) return kDoesNotFit;
     Attention a;
     a.kernels = choose_kernels(call->isa, call->kv_dtype, call->q_dtype, call->head_dim);
     if (!a.kernels) return kNoKernel;

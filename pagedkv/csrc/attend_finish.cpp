@@ -18,9 +18,9 @@ void store_output(const Attention& a, int64_t seq, int token, int q_head, const 
     const int64_t bytes = element_bytes(call.q_dtype);
     char* to = (char*)call.out + (seq * call.out_stride[0] + token * call.out_stride[1] +
                                   q_head * call.out_stride[2]) * bytes;
-    if (call.out_stride[3] == 1) return a.kernels->store_row(from, call.q_dtype, (int)call.v_head_dim, to);
+    if (call.out_stride[3] == 1) return a.kernels->store_row(from, call.q_dtype, (int)call.v_shape[3], to);
     float one[16] = {};
-    for (int64_t i = 0; i < call.v_head_dim; i++) {
+    for (int64_t i = 0; i < call.v_shape[3]; i++) {
         one[0] = from[i];
         a.kernels->store_row(one, call.q_dtype, 1, to + i * call.out_stride[3] * bytes);
     }
@@ -55,20 +55,19 @@ void start_block_mass(const Attention& a, const Item& item) {
 void finish(const Attention& a, int64_t seq, int head, const PartialRows* chunks, int64_t num_chunks,
             float* mixed) {
     const AttendCall& call = *a.call;
-    const int64_t dim = call.v_head_dim;
+    const int64_t dim = call.v_shape[3];
     for (int row = 0; row < a.rows; row++) {
         const int token = row / a.group_size, q_head = head * a.group_size + row % a.group_size;
-        float top = call.sinks ? call.sinks[q_head] * kLog2E : -INFINITY;
+        float top = call.sinks ? call.sinks[q_head * call.sinks_stride] * kLog2E : -INFINITY;
         for (int64_t c = 0; c < num_chunks; c++) top = chunks[c].max[row] > top ? chunks[c].max[row] : top;
         const float base = top == -INFINITY ? 0.0f : top;
-        float total = call.sinks ? std::exp2(call.sinks[q_head] * kLog2E - base) : 0.0f;
+        float total = call.sinks ? std::exp2(call.sinks[q_head * call.sinks_stride] * kLog2E - base) : 0.0f;
         for (int64_t i = 0; i < dim + 16; i++) mixed[i] = 0.0f;
         for (int64_t c = 0; c < num_chunks; c++) {
             // a chunk without a visible token has sum 0; one of nothing but NaN keeps its NaN
             const float weight = chunks[c].max[row] == -INFINITY ? 1.0f : std::exp2(chunks[c].max[row] - base);
             total += chunks[c].sum[row] * weight;
-            const float* acc = chunks[c].acc + row * a.shape.acc_stride;
-            for (int64_t i = 0; i < dim; i++) mixed[i] += acc[i] * weight;
+            a.kernels->add_row(chunks[c].acc + row * a.shape.acc_stride, weight, (int)dim, mixed);
         }
         const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
         for (int64_t i = 0; i < dim; i++) mixed[i] *= inverse;

@@ -6,6 +6,7 @@
 //   while a tile is computed, the next one is on its way into the  would be pieces of 4 KB: measured at 0.6
 //   cache, across items too: in the order of memory where blocks    of the bandwidth
 //   lie in one piece, else (tile, head) by (tile, head)
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -32,7 +33,7 @@ struct Workspace {
 
 bool allocate(const Attention& a, Workspace* w) {
     const int64_t heads = a.call->num_kv_heads, rows = a.shape.rows;
-    const int64_t widest = a.call->head_dim > a.call->v_head_dim ? a.call->head_dim : a.call->v_head_dim;
+    const int64_t widest = a.call->head_dim > a.call->v_shape[3] ? a.call->head_dim : a.call->v_shape[3];
     ScratchLayout layout;
     const auto place = [&](Scratch& scratch) {
         w->acc = scratch.take<float>(heads * rows * a.shape.acc_stride);
@@ -131,7 +132,7 @@ void prefetch_first(const Attention& a, const Item& item, const TileRows& tile) 
             const char* k = tile.k[t] + head * call.k_stride[1] * a.element;
             const char* v = tile.v[t] + head * call.v_stride[1] * a.element;
             for (int64_t i = 0; i < call.head_dim * a.element; i += 64) ask_for(k + i);
-            for (int64_t i = 0; i < call.v_head_dim * a.element; i += 64) ask_for(v + i);
+            for (int64_t i = 0; i < call.v_shape[3] * a.element; i += 64) ask_for(v + i);
         }
 }
 
@@ -200,12 +201,13 @@ int run_item(const Attention& a, const Item& item, const Item* next, int current
         const TileRows& rows = w.tiles[current];
         TileRows& ahead = w.tiles[current ^ 1];
         const bool last = begin + a.tile_tokens >= item.end;
-        int ahead_head = item.head_begin;
+        int ahead_head = item.head_begin, ahead_end = item.head_end;
         if (!last) {
             ahead.fill(call, a.element, item.seq, begin + a.tile_tokens, item.end, a.tile_tokens);
         } else if (next && next->begin < next->end) {
             ahead.fill(call, a.element, next->seq, next->begin, next->end, a.tile_tokens);
             ahead_head = next->head_begin;
+            ahead_end = next->head_end;
         } else {
             ahead = rows;  // nothing follows: asks for lines that are here already
         }
@@ -214,17 +216,24 @@ int run_item(const Attention& a, const Item& item, const Item* next, int current
                                   rows.count == kTile && ahead.begin % call.block_size == 0;
         set_visible(a, rows, n, w);
         for (int head = item.head_begin; head < item.head_end; head++) {
-            const TileRows& following = head + 1 < item.head_end ? rows : ahead;
-            const int following_head = head + 1 < item.head_end ? head + 1 : ahead_head;
+            // the KV heads that come after this one, in this tile or in the next
+            const TileRows *follow[2];
+            int follow_head[2];
+            for (int i = 0; i < 2; i++) {
+                const int past = head + 1 + i - item.head_end;
+                follow[i] = past < 0 ? &rows : &ahead;
+                follow_head[i] = past < 0 ? head + 1 + i : std::min(ahead_head + past, ahead_end - 1);
+            }
             const int64_t k_head = call.k_stride[1] * a.element, v_head = call.v_stride[1] * a.element;
             const int step = 2 * (head - item.head_begin);
-            const Tile tile{rows.k, rows.v, head * k_head, head * v_head, following.k, following.v,
-                            following_head * k_head, following_head * v_head,
+            const Tile tile{rows.k, rows.v, head * k_head, head * v_head, follow[0]->k, follow[0]->v,
+                            follow_head[0] * k_head, follow_head[0] * v_head, follow[1]->k, follow[1]->v,
+                            follow_head[1] * k_head, follow_head[1] * v_head,
                             by_stretches ? ahead.stretch(call, a.element, step) : nullptr,
                             by_stretches ? ahead.stretch(call, a.element, step + 1) : nullptr,
-                            rows.count, rows.padded};
+                            by_stretches && rows.is_dense && ahead.is_dense, rows.count, rows.padded};
             touch_ahead(a, item, next, begin, head);
-            prefetch_scales(call, following, following_head);
+            prefetch_scales(call, *follow[0], follow_head[0]);
             run_tile(a, item, head, rows, tile, w);
         }
     }

@@ -25,6 +25,7 @@ struct TileRows {
     Run runs[kTile];
     int num_runs, count, padded;
     int64_t begin;  // position of token 0
+    bool is_dense;  // each kTokenGranule rows lie side by side
 
     // Rows of positions [from, end), at most `tokens` of them and at least one. Ids were checked before.
     void fill(const AttendCall& call, int64_t element, int64_t seq, int64_t from, int64_t end, int tokens) {
@@ -53,6 +54,8 @@ struct TileRows {
             }
             t += run.count;
         }
+        is_dense = call.block_size % kTokenGranule == 0 && from % kTokenGranule == 0 && count == kTile &&
+                   call.k_stride[2] == call.head_dim && call.v_stride[2] == call.v_shape[3];
         // score kernels read whole granules; what they make of the repeated row is masked
         for (int t = count; t < kTile; t++) {
             k[t] = k[count - 1];
@@ -67,14 +70,14 @@ struct TileRows {
         const int64_t first = index / (2 * per_block) * call.block_size;
         const int rest = index % (2 * per_block);
         if (rest < per_block) return k[first] + rest * kTile * call.head_dim * element;
-        return v[first] + (rest - per_block) * kTile * call.v_head_dim * element;
+        return v[first] + (rest - per_block) * kTile * call.v_shape[3] * element;
     }
 };
 
 // Two tiles of one KV head should not crowd the first-level cache out: wide rows get shorter tiles.
 inline int tile_tokens(const AttendCall& call, int64_t element) {
     constexpr int64_t kMaxHeadBytes = 48 * 1024;
-    return kTile * (call.head_dim + call.v_head_dim) * element > kMaxHeadBytes ? kTile / 2 : kTile;
+    return kTile * (call.head_dim + call.v_shape[3]) * element > kMaxHeadBytes ? kTile / 2 : kTile;
 }
 
 // Bytes from the first to the last element of a block, all KV heads; 0 if another block lies in between.
@@ -96,12 +99,14 @@ inline void touch_pages(const AttendCall& call, int64_t element, int64_t seq, in
         const int64_t id = table[(first + entry / 2) * call.table_stride[1]];
         const bool is_v = entry % 2;
         const int64_t* stride = is_v ? call.v_stride : call.k_stride;
-        const int64_t span = block_span(call, stride, is_v ? call.v_head_dim : call.head_dim, element);
+        const int64_t span = block_span(call, stride, is_v ? call.v_shape[3] : call.head_dim, element);
         const char* block = (const char*)(is_v ? call.v : call.k) + id * stride[0] * element;
         for (int64_t i = 0; i < span; i += 4096) ask_for(block + i);
-        if (call.k_scale)
-            ask_for(is_v ? call.v_scale + id * call.v_scale_stride[0]
-                                    : call.k_scale + id * call.k_scale_stride[0]);
+        if (call.k_scale) {
+            const float* scale = is_v ? call.v_scale + id * call.v_scale_stride[0]
+                                      : call.k_scale + id * call.k_scale_stride[0];
+            for (int64_t i = 0; i < call.num_kv_heads * call.block_size; i += 16) ask_for(scale + i);
+        }
     }
 }
 
@@ -116,8 +121,8 @@ inline bool has_stretches(const AttendCall& call, int64_t element) {
         return (hnd || nhd) && dim * element % 64 == 0;
     };
     return call.k != call.v && kTile % block == 0 && block * heads % kTile == 0 &&
-           kTile * heads * (call.head_dim + call.v_head_dim) * element <= kMaxTileBytes &&
-           in_one_piece(call.k_stride, call.head_dim) && in_one_piece(call.v_stride, call.v_head_dim);
+           kTile * heads * (call.head_dim + call.v_shape[3]) * element <= kMaxTileBytes &&
+           in_one_piece(call.k_stride, call.head_dim) && in_one_piece(call.v_stride, call.v_shape[3]);
 }
 
 }  // namespace pagedkv

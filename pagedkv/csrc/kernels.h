@@ -27,11 +27,15 @@ struct Tile {
     const char* const* k;  // row t of K is k[t] + k_head, for t < padded; rows past count repeat a valid one
     const char* const* v;
     int64_t k_head, v_head;
-    const char* const* next_k;  // rows of the tile that follows, to be prefetched; always readable addresses
+    const char* const* next_k;  // rows of the KV head that follows, to be asked for (ask_ahead.h); always readable
     const char* const* next_v;
     int64_t next_k_head, next_v_head;
-    const char* ahead_k;  // or one contiguous stretch of kTile rows to prefetch instead, if not null
-    const char* ahead_v;
+    const char* const* far_k;  // and of the one after it
+    const char* const* far_v;
+    int64_t far_k_head, far_v_head;
+    const char* stretch_k;  // or one contiguous stretch of kTile rows instead of far, if not null
+    const char* stretch_v;
+    bool is_dense;  // there are stretches, and each kTokenGranule rows lie side by side, here, in next and in far
     int count;   // tokens
     int padded;  // count rounded up to kTokenGranule
 };
@@ -72,6 +76,8 @@ struct Kernels {
     void (*load_row)(const void* from, int64_t dtype, int n, float* to);
     // fp32 -> n elements of a float dtype, rounded to nearest even; reads whole vectors
     void (*store_row)(const float* from, int64_t dtype, int n, void* to);
+    // to += weight * from, n floats; reads and writes whole vectors, up to 16 floats
+    void (*add_row)(const float* from, float weight, int n, float* to);
     // fp32 -> int8; returns the scale
     float (*quantize_row)(const float* from, int n, int8_t* to);
     // touches every byte, for the read ceiling

@@ -36,6 +36,11 @@ static void store_row(const float* from, int64_t dtype, int n, void* to) {
     if (dtype == kFp16) narrow_row(from, n, (Fp16*)to);
 }
 
+static void add_row(const float* from, float weight, int n, float* to) {
+    const Vec factor = broadcast(weight);
+    for (int i = 0; i < n; i += kLanes) store(to + i, fma(load(from + i), factor, load(to + i)));
+}
+
 // scale = max(absmax / 127, 1e-6), q = x / scale rounded half away from zero: bit for bit what
 // pagedkv/quantization.py computes. Division, not a product with the inverse: they differ in the last bit.
 static float quantize_row(const float* from, int n, int8_t* to) {

@@ -32,7 +32,7 @@ static void score_rows_bf16(const char* q, const Tile& tile, const TileShape& sh
         }
         for (int i = 0; i < 16; i++) acc[i] = zero();
         for (int c = 0; c < whole; c += 32) {
-            if (prefetch) prefetch_k(tile, t0, kTokens, shape.head_dim * 2, c * 2);
+            if (prefetch) ask_k(tile, t0, kTokens, shape.head_dim * 2, c * 2);
             __m512bh kv[kTokens];
             for (int t = 0; t < kTokens; t++) kv[t] = pairs(k[t] + c);
             for (int r = 0; r < kRows; r++) {

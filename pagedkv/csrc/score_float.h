@@ -8,25 +8,13 @@
 //   q row 0  |  a00   a01  ..  (fma)
 //   q row 1  |  a10   a11  ..
 #pragma once
-#include "kernels.h"
+#include "ask_ahead.h"
 
 namespace pagedkv {
 namespace PAGEDKV_ISA {
 
 template <int kRows>
 constexpr int tokens_per_block() { return kLanes / kRows; }
-
-// Asks for bytes c .. c + 63 of the next tile's rows t .. t + tokens - 1, or for as many lines of a stretch, in
-// step with the bytes that are used, so that memory works as evenly as we do: a burst would fill the miss buffers
-// and hold up the loads behind it.
-static inline void prefetch_k(const Tile& tile, int t, int tokens, int64_t row_bytes, int64_t c) {
-    if (tile.ahead_k) {
-        const char* line = tile.ahead_k + t * row_bytes + c * tokens;
-        for (int i = 0; i < tokens; i++) ask_for(line + 64 * i);
-    } else {
-        for (int i = 0; i < tokens; i++) ask_for(tile.next_k[t + i] + tile.next_k_head + c);
-    }
-}
 
 template <class E, int kRows>
 static void score_rows(const float* q, const Tile& tile, const TileShape& shape, float* scores,
@@ -44,7 +32,7 @@ static void score_rows(const float* q, const Tile& tile, const TileShape& shape,
         for (int c = 0; c < whole; c += kLanes) {
             // widened elements are smaller than a vector: a line every so many vectors
             if (prefetch && c * sizeof(E) % 64 == 0)
-                prefetch_k(tile, t0, kTokens, shape.head_dim * sizeof(E), c * sizeof(E));
+                ask_k(tile, t0, kTokens, shape.head_dim * sizeof(E), c * sizeof(E));
             Vec kv[kTokens];
             for (int t = 0; t < kTokens; t++) kv[t] = widen(k[t] + c);
             for (int r = 0; r < kRows; r++) {

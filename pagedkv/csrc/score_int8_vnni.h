@@ -4,13 +4,11 @@
 //   k + 128  = an unsigned byte                VPDPBUSD wants one, and xor 0x80 makes it
 //   q . k    = step * (128 * (high . (k + 128)) + low . (k + 128) - 128 * sum(128 * high + low))
 //
-//   64 dims of 4 tokens, 16 dims = 128 bits apart:        transposed by 128 bits:
-//   K t      | a0 | a1 | a2 | a3 |                        | a0 | b0 | c0 | d0 |   . high 0 | high 0 | ... broadcast
-//   K t+4    | b0 | b1 | b2 | b3 |                        | a1 | b1 | c1 | d1 |   . high 1 | ...
-//   K t+8    | c0 | c1 | c2 | c3 |                        | a2 | b2 | c2 | d2 |
-//   K t+12   | d0 | d1 | d2 | d3 |                        | a3 | b3 | c3 | d3 |
-//   so that an accumulator holds 4 partial sums of each of 4 tokens, and 4 of them reduce to 16 dot products.
-//   Two such groups of tokens x rows x (high, low) are accumulated at a time; 4 groups make 16 tokens.
+//   32 dims of 16 tokens:                        transposed in words of 4 dims:
+//   K t      | w0 | w1 | ... | w7 |                x0   | t: w0 | t+1: w0 | ... | t+15: w0 |    . q word 0, broadcast
+//   K t+1    | w0 | w1 | ... | w7 |                x1   | t: w1 | t+1: w1 | ...
+//      :                                            :                                       so that an accumulator
+//   K t+15   | w0 | ...                            x7   | ...        holds one row's products with 16 tokens, done
 //
 //   The sum fits: |q . k| in these units is at most 1024 * 16256 * 127 < 2^31, and what wraps before the last
 //   subtraction wraps back.     Prepared query row: | high, whole 64-byte vectors | low, likewise | offset |
@@ -24,106 +22,119 @@ constexpr int kMaxIntegerDim = 1024;
 
 static inline int64_t int8_row_bytes(int head_dim) { return (int64_t)((head_dim + 63) / 64) * 64; }
 
-// acc + four products per lane. As an instruction of its own, because GCC 12 moves the accumulators of the
-// intrinsic through the stack.
-static inline __m512i dot_bytes(__m512i acc, __m512i unsigned_bytes, __m512i signed_bytes) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(unsigned_bytes), "v"(signed_bytes));
+static int64_t query_bytes_int8(int head_dim) { return 2 * int8_row_bytes(head_dim) + 64; }
+
+// Where 16 rows of K lie, and what to ask for meanwhile: rows side by side, where every address is a base and a
+// constant, or rows anywhere.
+template <int kRowBytes>
+struct DenseRows {
+    const char *k, *near, *mid, *far;
+    DenseRows(const Tile& tile, int t0, int)
+        : k(tile.k[t0] + tile.k_head), near(tile.next_k[t0] + tile.next_k_head),
+          mid(tile.far_k[t0] + tile.far_k_head), far(tile.stretch_k + t0 * kRowBytes) {}
+    const char* row(int t) const { return k + t * kRowBytes; }
+    // two lines of 16 rows: the lines of these dims of rows t and t + 1, or as many
+    void ask(int t, int c) const {
+        const int line = c / 32 * 8 + t % 8;
+        const char* const all[] = {far, mid, near};
+        for (const char* rows : all) {
+            ask_for(rows + 64 * line);
+            ask_for(rows + 64 * line + 64);
+        }
+    }
+};
+struct LooseRows {
+    const Tile& tile;
+    int t0, head_dim;
+    LooseRows(const Tile& tile, int t0, int head_dim) : tile(tile), t0(t0), head_dim(head_dim) {}
+    const char* row(int t) const { return tile.k[t0 + t] + tile.k_head; }
+    void ask(int t, int c) const { ask_k(tile, t0 + t, 2, head_dim, c / 64 * 64); }
+};
+
+// acc + four products per lane; the signed bytes are one word of memory for all lanes. As an instruction of its
+// own, because GCC 12 moves the accumulators of the intrinsic through the stack.
+typedef int32_t Word __attribute__((may_alias));
+static inline __m512i dot_bytes(__m512i acc, __m512i unsigned_bytes, const char* word) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(unsigned_bytes), "m"(*(const Word*)word));
     return acc;
 }
 
-// Four tokens, 64 dims (bytes that `mask` leaves out meet zeros in the query), as drawn above.
-static inline void load_transposed(const char* const* k, int c, __mmask64 mask, __m512i* x) {
+static inline __m256i load_dims(const char* k, __mmask32 mask, bool whole) {
+    return whole ? _mm256_loadu_si256((const __m256i*)k) : _mm256_maskz_loadu_epi8(mask, k);
+}
+
+// 32 dims of 16 tokens -> x[i], i < 8: dims 4 i .. 4 i + 3 of token t in lane t.
+template <class Rows>
+static inline void load_transposed(const Rows& k, int c, __mmask32 mask, bool whole, __m512i* x) {
     const __m512i bias = _mm512_set1_epi8((char)0x80);
-    __m512i row[4];
-    for (int i = 0; i < 4; i++) row[i] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, k[4 * i] + c), bias);
-    const __m512i ab01 = _mm512_shuffle_i32x4(row[0], row[1], 0x44);
-    const __m512i ab23 = _mm512_shuffle_i32x4(row[0], row[1], 0xee);
-    const __m512i cd01 = _mm512_shuffle_i32x4(row[2], row[3], 0x44);
-    const __m512i cd23 = _mm512_shuffle_i32x4(row[2], row[3], 0xee);
-    x[0] = _mm512_shuffle_i32x4(ab01, cd01, 0x88);
-    x[1] = _mm512_shuffle_i32x4(ab01, cd01, 0xdd);
-    x[2] = _mm512_shuffle_i32x4(ab23, cd23, 0x88);
-    x[3] = _mm512_shuffle_i32x4(ab23, cd23, 0xdd);
-}
-
-static inline __m512i sixteen_dims(const char* q) {
-    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)q));
-}
-
-// sums[g][row] of token groups g and g + 1. kDim: head_dim, if the compiler may know it.
-template <int kRows, int kDim>
-static inline void dot_two_groups(const char* q, int64_t q_bytes, const char* const* k, const Tile* ahead, int t,
-                                  int head_dim, __m512i (*sums)[kRows]) {
-    if (kDim) head_dim = kDim;
-    const int64_t row_bytes = int8_row_bytes(head_dim);
-    __m512i high[2][kRows], low[2][kRows];
-    for (int g = 0; g < 2; g++)
-        for (int r = 0; r < kRows; r++) high[g][r] = low[g][r] = _mm512_setzero_si512();
-    for (int c = 0; c < head_dim; c += 64) {
-        const __mmask64 mask = head_dim - c >= 64 ? ~(__mmask64)0 : ((__mmask64)1 << (head_dim - c)) - 1;
-        if (ahead) prefetch_k(*ahead, t, 8, head_dim, c);
-        __m512i x[2][4];
-        load_transposed(k, c, mask, x[0]);
-        load_transposed(k + 1, c, mask, x[1]);
-        for (int i = 0; i < 4; i++)
-            for (int r = 0; r < kRows; r++) {
-                const char* from = q + r * q_bytes + c + 16 * i;
-                const __m512i upper = sixteen_dims(from), lower = sixteen_dims(from + row_bytes);
-                for (int g = 0; g < 2; g++) {
-                    high[g][r] = dot_bytes(high[g][r], x[g][i], upper);
-                    low[g][r] = dot_bytes(low[g][r], x[g][i], lower);
-                }
-            }
+    __m512i y[2][4];
+    for (int i = 0; i < 4; i++) {
+        const __m512i ab = _mm512_xor_si512(bias, _mm512_inserti64x4(_mm512_castsi256_si512(
+            load_dims(k.row(i) + c, mask, whole)), load_dims(k.row(i + 4) + c, mask, whole), 1));
+        const __m512i cd = _mm512_xor_si512(bias, _mm512_inserti64x4(_mm512_castsi256_si512(
+            load_dims(k.row(i + 8) + c, mask, whole)), load_dims(k.row(i + 12) + c, mask, whole), 1));
+        y[0][i] = _mm512_shuffle_i32x4(ab, cd, 0x88);
+        y[1][i] = _mm512_shuffle_i32x4(ab, cd, 0xdd);
     }
-    for (int g = 0; g < 2; g++)
-        for (int r = 0; r < kRows; r++)
-            sums[g][r] = _mm512_add_epi32(_mm512_slli_epi32(high[g][r], 7), low[g][r]);
+    for (int m = 0; m < 2; m++) {
+        const __m512i ab0 = _mm512_unpacklo_epi32(y[m][0], y[m][1]), ab1 = _mm512_unpackhi_epi32(y[m][0], y[m][1]);
+        const __m512i cd0 = _mm512_unpacklo_epi32(y[m][2], y[m][3]), cd1 = _mm512_unpackhi_epi32(y[m][2], y[m][3]);
+        x[4 * m] = _mm512_unpacklo_epi64(ab0, cd0);
+        x[4 * m + 1] = _mm512_unpackhi_epi64(ab0, cd0);
+        x[4 * m + 2] = _mm512_unpacklo_epi64(ab1, cd1);
+        x[4 * m + 3] = _mm512_unpackhi_epi64(ab1, cd1);
+    }
 }
 
-// Lane 4 l + g of the result = sum of 128 bits number l of group g: tokens in order.
-static inline __m512i sum_groups(__m512i a, __m512i b, __m512i c, __m512i d) {
-    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-    return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-}
-
-template <int kRows, int kDim>
+// kDim: head_dim, if the compiler may know it.
+template <int kRows, int kDim, class Rows>
 static void score_rows_int8(const char* q, const Tile& tile, const TileShape& shape, float* scores,
                             bool prefetch) {
-    const int64_t row_bytes = int8_row_bytes(shape.head_dim);
+    const int head_dim = kDim ? kDim : shape.head_dim;
+    const int64_t row_bytes = int8_row_bytes(head_dim), q_bytes = query_bytes_int8(head_dim);
     for (int t0 = 0; t0 < tile.padded; t0 += 16) {
-        const char* k[16];
-        for (int t = 0; t < 16; t++) k[t] = tile.k[t0 + t] + tile.k_head;
-        const Tile* ahead = prefetch ? &tile : nullptr;
-        __m512i sums[4][kRows];
-        dot_two_groups<kRows, kDim>(q, shape.q_bytes, k, ahead, t0, shape.head_dim, sums);
-        dot_two_groups<kRows, kDim>(q, shape.q_bytes, k + 2, ahead, t0 + 8, shape.head_dim, sums + 2);
+        const Rows k(tile, t0, head_dim);
+        __m512i high[kRows], low[kRows];
+        for (int r = 0; r < kRows; r++) high[r] = low[r] = _mm512_setzero_si512();
+        for (int c = 0; c < head_dim; c += 32) {
+            const __mmask32 mask = head_dim - c >= 32 ? ~(__mmask32)0 : ((__mmask32)1 << (head_dim - c)) - 1;
+            __m512i x[8];
+            load_transposed(k, c, mask, kDim || head_dim - c >= 32, x);
+            for (int i = 0; i < 8; i++) {
+                if (prefetch && i % 2 == 0) k.ask(c % 64 / 4 + i, c);
+                for (int r = 0; r < kRows; r++) {
+                    const char* from = q + r * q_bytes + c + 4 * i;
+                    high[r] = dot_bytes(high[r], x[i], from);
+                    low[r] = dot_bytes(low[r], x[i], from + row_bytes);
+                }
+            }
+        }
         for (int r = 0; r < kRows; r++) {
             int32_t offset;
-            memcpy(&offset, q + r * shape.q_bytes + 2 * row_bytes, sizeof offset);
-            const __m512i dots = sum_groups(sums[0][r], sums[1][r], sums[2][r], sums[3][r]);
+            memcpy(&offset, q + r * q_bytes + 2 * row_bytes, sizeof offset);
+            const __m512i dots = _mm512_add_epi32(_mm512_slli_epi32(high[r], 7), low[r]);
             store(scores + r * kTile + t0, _mm512_cvtepi32_ps(_mm512_sub_epi32(dots, _mm512_set1_epi32(offset))));
         }
     }
 }
 
-template <int kDim>
+template <int kDim, class Rows>
 static void score_int8_dim(const char* q, const Tile& tile, const TileShape& shape, float* scores) {
     int row = 0;
     for (; row + 4 <= shape.rows; row += 4)
-        score_rows_int8<4, kDim>(q + row * shape.q_bytes, tile, shape, scores + row * kTile, row == 0);
+        score_rows_int8<4, kDim, Rows>(q + row * shape.q_bytes, tile, shape, scores + row * kTile, row == 0);
     q += row * shape.q_bytes;
-    if (shape.rows - row == 2) score_rows_int8<2, kDim>(q, tile, shape, scores + row * kTile, row == 0);
-    if (shape.rows - row == 1) score_rows_int8<1, kDim>(q, tile, shape, scores + row * kTile, row == 0);
+    if (shape.rows - row == 2) score_rows_int8<2, kDim, Rows>(q, tile, shape, scores + row * kTile, row == 0);
+    if (shape.rows - row == 1) score_rows_int8<1, kDim, Rows>(q, tile, shape, scores + row * kTile, row == 0);
 }
 
 static void score_int8(const void* q, const Tile& tile, const TileShape& shape, float* scores) {
-    if (shape.head_dim == 128) return score_int8_dim<128>((const char*)q, tile, shape, scores);
-    if (shape.head_dim == 64) return score_int8_dim<64>((const char*)q, tile, shape, scores);
-    score_int8_dim<0>((const char*)q, tile, shape, scores);
+    if (tile.is_dense && shape.head_dim == 128)
+        return score_int8_dim<128, DenseRows<128>>((const char*)q, tile, shape, scores);
+    if (tile.is_dense && shape.head_dim == 64)
+        return score_int8_dim<64, DenseRows<64>>((const char*)q, tile, shape, scores);
+    score_int8_dim<0, LooseRows>((const char*)q, tile, shape, scores);
 }
-
-static int64_t query_bytes_int8(int head_dim) { return 2 * int8_row_bytes(head_dim) + 64; }
 
 // Returns step, which is NaN for a query that is not finite.
 static float prepare_query_int8(const float* q, int head_dim, void* prepared) {

@@ -37,11 +37,11 @@ static void value_strip_bf16(const PairedWeights& w, const Tile& tile, int colum
         const Bf16* v0 = (const Bf16*)(tile.v[t] + tile.v_head) + column;
         const Bf16* v1 = (const Bf16*)(tile.v[t + 1] + tile.v_head) + column;
         __m512bh v[kVecs * 2];
+        if (prefetch) {
+            ask_v(tile, t, 2 * column, 64 * kVecs);
+            ask_v(tile, t + 1, 2 * column, 64 * kVecs);
+        }
         for (int c = 0; c < kVecs; c++) {
-            if (prefetch) {
-                ask_for(ahead_v(tile, t, 2 * column, 64 * kVecs) + 64 * c);
-                ask_for(ahead_v(tile, t + 1, 2 * column, 64 * kVecs) + 64 * c);
-            }
             const __m512i x = part ? (__m512i)pairs_part(v0, part) : (__m512i)pairs(v0 + 32 * c);
             const __m512i y = part ? (__m512i)pairs_part(v1, part) : (__m512i)pairs(v1 + 32 * c);
             v[2 * c] = (__m512bh)_mm512_unpacklo_epi16(x, y);

@@ -7,15 +7,10 @@
 //     :      |   v   |         |
 //   acc      | a0 a1 |         |
 #pragma once
-#include "kernels.h"
+#include "ask_ahead.h"
 
 namespace pagedkv {
 namespace PAGEDKV_ISA {
-
-// Where to ask for bytes [column, column + width) of row t of the next tile; of a stretch: as many, in order.
-static inline const char* ahead_v(const Tile& tile, int t, int64_t column, int64_t width) {
-    return tile.ahead_v ? tile.ahead_v + column * kTile + t * width : tile.next_v[t] + tile.next_v_head + column;
-}
 
 struct Weights {
     const float* p;  // [rows][kTile]
@@ -32,10 +27,7 @@ static void value_strip(const Weights& w, int column, int part, const float* alp
     const Tile& tile = *w.tile;
     for (int t = 0; t < tile.count; t++) {
         const E* v = (const E*)(tile.v[t] + tile.v_head) + column;
-        if (w.prefetch) {
-            const char* next = ahead_v(tile, t, column * sizeof(E), kVecs * kLanes * sizeof(E));
-            for (size_t i = 0; i < kVecs * kLanes * sizeof(E); i += 64) ask_for(next + i);
-        }
+        if (w.prefetch) ask_v(tile, t, column * sizeof(E), kVecs * kLanes * sizeof(E));
         Vec values[kVecs];
         for (int c = 0; c < kVecs; c++) values[c] = part ? widen_part(v, part) : widen(v + c * kLanes);
         for (int r = 0; r < kRows; r++) {

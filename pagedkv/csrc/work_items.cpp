@@ -10,8 +10,9 @@ namespace {
 // Short enough to balance few sequences over a few threads, long enough that the partial results
 // (group_size * v_head_dim fp32 per chunk and KV head) are under 2 % of the bytes read.
 constexpr int64_t kMinChunk = 256;
-// A long sequence gets longer chunks, so that its partial results stay in the cache until they are merged.
-constexpr int64_t kMaxChunks = 64;
+// A long sequence gets longer chunks: what merges them is one thread per range of heads while others may be idle
+// (at 64 chunks 5 % of an int8 call), and yet there must be enough for the threads to share evenly.
+constexpr int64_t kMaxChunks = 16;
 
 // Less than this is read before a helper has woken up.
 constexpr int64_t kMinBytesToShare = 512 * 1024;
@@ -34,8 +35,8 @@ Span WorkItems::span(int64_t seq) const {
 
 int64_t WorkItems::chunk_tokens(const AttendCall& call, int64_t length) const {
     const int64_t rows = call.num_q_heads / call.num_kv_heads * call.q_len;
-    const int64_t partial = rows * call.v_head_dim * 8;  // written once and read once
-    const int64_t token = (call.head_dim + call.v_head_dim) * element_bytes(call.kv_dtype);
+    const int64_t partial = rows * call.v_shape[3] * 8;  // written once and read once
+    const int64_t token = (call.head_dim + call.v_shape[3]) * element_bytes(call.kv_dtype);
     // many rows (MLA) make large partial results: keep them under a quarter of the bytes read
     const int64_t least = std::max(kMinChunk, 4 * partial / token);
     return round_up(std::max(least, length / kMaxChunks), call.block_size);
@@ -64,7 +65,7 @@ Status WorkItems::plan(AttendCall* call) {
         tokens += s.end - s.first;
     }
     num_chunks_ = before_[num_seqs_];
-    kv_bytes_ = tokens * call->num_kv_heads * (call->head_dim + call->v_head_dim) * element_bytes(call->kv_dtype);
+    kv_bytes_ = tokens * call->num_kv_heads * (call->head_dim + call->v_shape[3]) * element_bytes(call->kv_dtype);
     threads_ = kv_bytes_ < kMinBytesToShare ? 1 : (int)std::max<int64_t>(1, call->threads);
     while (threads_ > 1 && head_parts_ < call->num_kv_heads && num_chunks_ * head_parts_ < 2 * threads_)
         head_parts_ = (int)std::min<int64_t>(2 * head_parts_, call->num_kv_heads);
