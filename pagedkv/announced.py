@@ -19,8 +19,8 @@ class Announced:
         return len(self._prompts)
 
     def add(self, row: int, prompt: Int32Array, extra: SequenceExtra) -> None:
-        """Note that the sequence of ``row`` computes ``prompt``."""
-        self._prompts[row] = prompt.copy(), extra
+        """Note that the sequence of ``row`` computes ``prompt``, an array of its own."""
+        self._prompts[row] = prompt, extra
 
     def cut(self, row: int, committed: int, length: int) -> None:
         """Keep of the row's prompt what its first ``length`` tokens still hold and ``committed`` do not."""

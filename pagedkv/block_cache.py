@@ -215,7 +215,12 @@ class BlockCache:
 
     def resize(self, num_blocks: int) -> None:
         """Go on with ids ``1..num_blocks``; those that go are free."""
-        self.pool.resize(num_blocks)
-        self.index.resize(num_blocks)
-        self.policy.resize(num_blocks)
+        parts, old = (self.pool, self.index, self.policy), self.pool.num_blocks
+        try:
+            for part in parts:
+                part.resize(num_blocks)
+        except BaseException:
+            for part in parts:
+                part.resize(old)
+            raise
         self._view.num_blocks = num_blocks

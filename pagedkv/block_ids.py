@@ -5,12 +5,23 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.errors import BlockError
+from pagedkv.errors import BlockError, PagedKVError, require_count
 from pagedkv.page_table import Int32Array
 
 NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
 
+MOST_BLOCKS = 2**31 - 2
+"""More have no id in an int32."""
+
 _T = TypeVar("_T", bound=np.generic)
+
+
+def require_num_blocks(name: str, value: int) -> int:
+    """How many blocks a pool is to have, as a Python int; ``PagedKVError`` for what no pool can have."""
+    count = require_count(name, value, 1)
+    if count > MOST_BLOCKS:
+        raise PagedKVError(f"{name} must be at most {MOST_BLOCKS}, as ids are int32, got {count}")
+    return count
 
 
 def as_ids(ids: npt.ArrayLike) -> Int32Array:

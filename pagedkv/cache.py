@@ -39,7 +39,9 @@ class PagedKVCache:
 
     The sequence methods are the manager's. Copies that copy-on-write asks for are run when a sequence
     grows and again before a write, so no write is lost to one. ``manager`` and ``storage`` are there for
-    everything else: ``manager.lookup``, ``manager.stats``, fences, events, ``manager.tables``.
+    everything else: ``manager.lookup``, ``manager.stats``, fences, events, ``manager.tables``. To grow or
+    shrink, use ``resize`` here, which keeps both in step; after ``manager.maintenance.defragment`` run
+    ``storage.copy_blocks`` on its moves.
 
     >>> import torch
     >>> from pagedkv.attention import paged_attention
@@ -97,7 +99,7 @@ class PagedKVCache:
         announce: bool = False,
     ) -> Opened | None:
         """Open a sequence with its prompt; prefill what is not cached. See ``KVCacheManager.open``."""
-        return self.manager.open(
+        opened = self.manager.open(
             seq_id,
             tokens,
             namespace=namespace,
@@ -106,6 +108,8 @@ class PagedKVCache:
             partial_hits=partial_hits,
             announce=announce,
         )
+        self._run_copies()  # a prompt that is wholly cached is read without any write
+        return opened
 
     def step(self, seq_ids: Sequence[SeqId], num_tokens: int = 1) -> bool:
         """Make room for more tokens of each sequence, for all or for none; see ``KVCacheManager.step``."""
@@ -134,6 +138,25 @@ class PagedKVCache:
     def close(self, seq_id: SeqId) -> None:
         """Give up a sequence; see ``KVCacheManager.close``."""
         self.manager.close(seq_id)
+
+    def resize(self, num_blocks: int) -> bool:
+        """Grow or shrink the pool and its tensors; False while more is held, or work under way may touch it.
+
+        The old tensors and the new ones exist at the same time; ask ``layer`` for its views again. See
+        ``Maintenance.resize``. Cost: every block with content is copied once.
+        """
+        whole = KVStorage(
+            self.storage.spec, num_blocks, device=self.storage.device, layout=self.storage.layout
+        )
+        self._run_copies()
+        moves = self.manager.maintenance.resize(num_blocks)
+        if moves is None:
+            return False
+        self.storage.copy_blocks(*moves)
+        kept = range(1, min(num_blocks, self.storage.num_blocks) + 1)
+        self.storage.copy_blocks_to(whole, kept, kept)
+        self.storage = whole
+        return True
 
     def slots(self, seq_id: SeqId, start: int | None = None, stop: int | None = None) -> Tensor:
         """Slots of a range of positions, int64 [stop - start]: the ``slot_mapping`` of a prefill chunk.

@@ -24,17 +24,17 @@ class SequenceExtra(NamedTuple):
         cls, namespace: Namespace | None, media: Iterable[Media], num_tokens: int, block_size: int
     ) -> "SequenceExtra":
         """Work out the extra keys; raises ``PagedKVError`` for bad media or a bad namespace."""
-        if namespace is None and media == ():
+        if namespace is None and isinstance(media, tuple) and not media:
             return NO_EXTRA
-        items = tuple(media)
+        items = _as_tuple(media)
         by_block = extra_keys_by_block(namespace, items, num_tokens, block_size)
         return cls(namespace, items, by_block) if by_block else NO_EXTRA
 
     def extended(self, media: Iterable[Media], start: int, stop: int, block_size: int) -> "SequenceExtra":
         """With media that start at ``start <= offset < stop``; ``PagedKVError`` for any that do not."""
-        if media == ():
+        new = _as_tuple(media)
+        if not new:
             return self
-        new = tuple(media)
         for item in new:
             require_media(item, stop)
             if item.offset < start:
@@ -64,6 +64,13 @@ class SequenceExtra(NamedTuple):
 NO_EXTRA = SequenceExtra(None, (), {})
 
 
+def _as_tuple(media: Iterable[Media]) -> tuple[Media, ...]:
+    try:
+        return tuple(media)
+    except TypeError:
+        raise PagedKVError(f"media must be a sequence of Media(offset, content_id), got {media!r}") from None
+
+
 def as_token_array(tokens: Any) -> Int32Array:
     """Token ids as int32 [n]; ``PagedKVError`` unless they are integers in 0..2^31 - 1, in one dimension."""
     try:
@@ -83,4 +90,4 @@ def as_token_array(tokens: Any) -> Int32Array:
         wrong = low if low < 0 else high
     if not 0 <= wrong <= MAX_TOKEN_ID:
         raise PagedKVError(f"token ids must be in 0..{MAX_TOKEN_ID}, got {wrong}")
-    return array.astype(np.int32, copy=False)
+    return np.require(array, np.int32, "A")

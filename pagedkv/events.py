@@ -83,8 +83,8 @@ class EventLog:
     def record(self, seed: bytes = b"") -> None:
         """Record from now on what becomes findable and what ceases to be.
 
-        ``seed`` (at most 64 bytes) keys the digests. Raises ``PagedKVError`` if blocks are cached already,
-        since the stream would not be complete.
+        They are kept until ``take``, however many. ``seed`` (at most 64 bytes) keys the digests. Raises
+        ``PagedKVError`` if blocks are cached already, since the stream would not be complete.
         """
         if len(self._index):
             raise PagedKVError(f"too late to record events: {len(self._index)} blocks are indexed already")
@@ -171,6 +171,6 @@ def chain_digests(
     """Digest of each block, chained from ``parent`` on (None: the start of a sequence)."""
     digest = parent or bytes(_DIGEST_BYTES)
     for row, key in zip(tokens.astype("<i4", copy=False), extra, strict=True):
-        content = digest + row.tobytes() + (repr(key).encode() if key is not None else b"")
+        content = digest + row.tobytes() + (ascii(key).encode() if key is not None else b"")
         digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES, key=seed).digest()
         yield digest

@@ -1,5 +1,6 @@
 """Blocks that were given up while work that may touch them was still under way."""
 
+from collections import deque
 from collections.abc import Callable
 
 from pagedkv.errors import PagedKVError
@@ -11,7 +12,9 @@ class Fences:
 
     Open one before work starts that may touch any block held now: an asynchronous step, a copy. From then
     on no block that is given up is handed out or evicted before the fence is signalled. It counts as
-    active until then, and can be hit if its content is cached. Cost: O(1), and O(blocks) to give them up.
+    active until then, and can be hit if its content is cached. Blocks that ``copies`` read are not held:
+    let a copy run before, or on the same stream as, whatever is written later.
+    Cost: O(1), and O(blocks) to give them up.
 
     ::
 
@@ -34,9 +37,8 @@ class Fences:
         self._give_up = give_up
         self._open: list[int] = []
         self._next = 0
-        self._held: list[
-            tuple[int, Int32Array]
-        ] = []  # (youngest fence open at the release, ids), oldest first
+        # (youngest fence open at the release, ids), oldest first
+        self._held: deque[tuple[int, Int32Array]] = deque()
 
     def __bool__(self) -> bool:
         """Tell whether any fence is open."""
@@ -54,13 +56,12 @@ class Fences:
         Raises ``PagedKVError`` if the fence is not open.
         """
         if number not in self._open or isinstance(number, bool):
-            raise PagedKVError(f"fence {number!r} is not open, open are {self._open}")
+            raise PagedKVError(f"fence {number!r} is not open ({len(self._open)} are)")
         self._open.remove(number)
         oldest = self._open[0] if self._open else self._next
-        done = [ids for youngest, ids in self._held if youngest < oldest]
-        del self._held[: len(done)]
-        for ids in done:
-            self._give_up(ids)
+        while self._held and self._held[0][0] < oldest:
+            self._give_up(self._held[0][1])
+            self._held.popleft()
 
     # -- the manager's side
 

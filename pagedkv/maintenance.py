@@ -3,9 +3,9 @@
 import numpy as np
 
 from pagedkv.block_cache import BlockCache
-from pagedkv.block_pool import FREE, NO_BLOCKS
+from pagedkv.block_ids import require_num_blocks
+from pagedkv.block_pool import FREE
 from pagedkv.copies import BlockCopies
-from pagedkv.errors import require_count
 from pagedkv.page_table import Int32Array, PageTable
 from pagedkv.retention import Retention
 
@@ -65,13 +65,17 @@ class Maintenance:
         most, and what the page table reserves for it, stays as it was. Raises ``PagedKVError`` unless
         ``num_blocks`` is at least 1. Cost: O(num_blocks), and O(moved) for the index.
         """
-        num_blocks = require_count("num_blocks", num_blocks, 1)
+        num_blocks = require_num_blocks("num_blocks", num_blocks)
         pool = self._cache.pool
         if self._busy() or pool.num_active > num_blocks:
             return None
         self._cache.shed(max(0, pool.num_active + pool.num_cached - num_blocks))
         moves = self._move_below(num_blocks)
-        self._cache.resize(num_blocks)
+        try:
+            self._cache.resize(num_blocks)
+        except BaseException:
+            self._rename(moves.dst, moves.src)
+            raise
         return moves
 
     def _busy(self) -> bool:
@@ -82,11 +86,15 @@ class Maintenance:
         state = self._cache.pool.state
         src = (np.flatnonzero(state[limit + 1 :] != FREE) + limit + 1).astype(np.int32)
         dst = (np.flatnonzero(state[1 : limit + 1] == FREE)[: len(src)] + 1).astype(np.int32)
-        if not len(src):
-            return BlockCopies(NO_BLOCKS, NO_BLOCKS)
-        name: Int32Array = np.arange(len(state), dtype=np.int32)
-        name[src] = dst
-        self._cache.rename(src, dst)
+        self._rename(src, dst)
+        return BlockCopies(src, dst)
+
+    def _rename(self, old: Int32Array, new: Int32Array) -> None:
+        """Give blocks with content other ids, wherever they are named."""
+        if not len(old):
+            return
+        name: Int32Array = np.arange(len(self._cache.pool.state), dtype=np.int32)
+        name[old] = new
+        self._cache.rename(old, new)
         self._tables.rename(name)
         self._retention.rename(name)
-        return BlockCopies(src, dst)

@@ -8,6 +8,7 @@ import numpy as np
 from pagedkv.announced import Announced
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_cache import BlockCache
+from pagedkv.block_ids import MOST_BLOCKS, require_num_blocks
 from pagedkv.block_pool import NO_BLOCKS, BlockCounts
 from pagedkv.content import SequenceExtra, as_token_array
 from pagedkv.copies import PendingCopies
@@ -24,8 +25,6 @@ from pagedkv.retention import Retention
 from pagedkv.sequences import Sequences
 from pagedkv.stats import ManagerStats, OpenCounters
 from pagedkv.tails import unused_slots
-
-MOST_BLOCKS = 2**31 - 2
 
 
 class Opened(NamedTuple):
@@ -66,9 +65,9 @@ class KVCacheManager:
     priorities), ``events`` (what became findable, what ceased to be), ``maintenance`` (reset, defragment,
     resize).
 
-    What is refused changes nothing: everything that can refuse, and taking blocks, comes before the first
-    change, and ``open`` and ``fork`` are undone even if they fail in the middle. (Running out of memory
-    in the middle of another call is not undone.) ``None`` or ``False`` means "not now": try again when
+    What is refused changes nothing: everything that can refuse, and every allocation that grows with the
+    request, comes before the first change. (Running out of memory for the few hundred bytes that some calls
+    need after it is not undone.) ``None`` or ``False`` means "not now": try again when
     sequences have closed. A mistake raises a ``ValueError`` subclass: ``SequenceError``
     for a wrong sequence or position, ``NeverFits`` for what this pool can never hold. (A sequence id
     must be hashable; Python's ``TypeError`` says so, and nothing has changed.)
@@ -108,15 +107,13 @@ class KVCacheManager:
         ``policy`` decides which cached content goes first: a name of `pagedkv.policies.POLICIES`, or a policy
         that no other manager has. With None there is no prefix cache: nothing is looked up or kept.
         """
-        num_blocks = require_count("num_blocks", num_blocks, 1)
-        if num_blocks > MOST_BLOCKS:
-            raise PagedKVError(
-                f"num_blocks must be at most {MOST_BLOCKS}, as ids are int32, got {num_blocks}"
-            )
+        num_blocks = require_num_blocks("num_blocks", num_blocks)
         self.block_size = require_count("block_size", block_size, 1)
         max_seqs = require_count("max_seqs", max_seqs, 1)
         whole_pool = num_blocks * self.block_size
         self.max_seq_len = whole_pool if max_seq_len is None else require_count("max_seq_len", max_seq_len, 1)
+        if self.max_seq_len > MOST_BLOCKS * self.block_size:
+            raise PagedKVError(f"max_seq_len must be at most {MOST_BLOCKS} blocks, got {max_seq_len} tokens")
         if not isinstance(watermark, (int, float)) or not 0.0 <= watermark < 1.0:
             raise PagedKVError(f"watermark must be in [0, 1), got {watermark!r}")
         self.prefix_caching = policy is not None
@@ -236,12 +233,13 @@ class KVCacheManager:
             # the copied block itself must not be evicted to make the room
             if count and self._fits_now(np.append(hit, np.int32(block)), fresh):
                 cached, tail = cached + count, np.array([block], np.int32)
+        announced = prompt.copy() if announce and self.prefix_caching else None
         row, new = self._seqs.add(seq_id, extra, fresh, hit, tail)
         self.tables.fill(row, hit, new, num_tokens, cached)
         self._cache.policy.hit(hit)
         self._counters.count_open(num_tokens, self.block_size, len(hit), cached)
-        if announce and self.prefix_caching:
-            self._announced.add(row, prompt, extra)
+        if announced is not None:
+            self._announced.add(row, announced, extra)
         return Opened(num_tokens, cached)
 
     def append(self, seq_id: SeqId, num_tokens: int = 1) -> bool:
@@ -297,7 +295,8 @@ class KVCacheManager:
         """``commit`` one token of each of several distinct sequences: ``tokens`` int [len(seq_ids)].
 
         With ``num_accepted``, int [len(seq_ids)], ``tokens`` has a row of drafts for each sequence, of which
-        the first so many are final: they are committed, and the sequence is cut behind them. Raises
+        the first so many are final: they are committed, and the sequence is cut behind them (a prompt that
+        was not committed counts as drafts, too). Raises
         ``SequenceError`` if any of them has too few uncommitted tokens left; none changes then. Cost:
         O(batch), vectorised, plus O(block_size) for each sequence whose block became full; with
         ``num_accepted`` as ``commit`` and ``truncate`` of each.
@@ -424,6 +423,9 @@ class KVCacheManager:
 
     def _commit_accepted(self, seq_ids: Sequence[SeqId], tokens: Any, num_accepted: Sequence[int]) -> None:
         """Commit the first so many of each row of ``tokens``, and cut the sequences behind them."""
+        for name, rows in (("tokens", tokens), ("num_accepted", num_accepted)):
+            if not isinstance(rows, (Sequence, np.ndarray)):
+                raise SequenceError(f"{name} must have an entry for each sequence, got {rows!r}")
         drafts = [as_token_array(row) for row in tokens]
         counts = [require_count("num_accepted", count, 0) for count in num_accepted]
         if not len(drafts) == len(counts) == len(seq_ids):

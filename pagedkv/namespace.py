@@ -49,9 +49,9 @@ class ExtraKeys:
     def __init__(self) -> None:
         """Start with no keys."""
         self._ids: dict[tuple[object, ...], int] = {}
+        self._spare: list[int] = []
         self._keys: dict[int, tuple[object, ...]] = {}
         self._uses: dict[int, int] = {}
-        self._next = 1
 
     def __len__(self) -> int:
         """Return how many distinct extra keys are in use."""
@@ -65,7 +65,7 @@ class ExtraKeys:
         """Id of ``key``, with one more user."""
         extra_id = self._ids.get(key)
         if extra_id is None:
-            extra_id, self._next = self._next, self._next + 1
+            extra_id = self._spare.pop() if self._spare else len(self._ids) + 1
             self._ids[key], self._keys[extra_id], self._uses[extra_id] = extra_id, key, 0
         self._uses[extra_id] += 1
         return extra_id
@@ -100,6 +100,7 @@ class ExtraKeys:
         self._uses[extra_id] -= 1
         if not self._uses[extra_id]:
             del self._ids[self._keys.pop(extra_id)], self._uses[extra_id]
+            self._spare.append(extra_id)
 
 
 def extra_keys_by_block(
@@ -126,7 +127,7 @@ def require_media(item: Media, num_tokens: int) -> None:
     """Refuse what is no ``Media``, or starts outside the first ``num_tokens`` positions."""
     if not isinstance(item, Media):
         raise PagedKVError(f"media must be Media(offset, content_id), got {item!r}")
-    if type(item.offset) is not int or not isinstance(item.content_id, str):
+    if type(item.offset) is not int or type(item.content_id) is not str:
         raise PagedKVError(f"media needs an int offset and a str content_id, got {item!r}")
     if not 0 <= item.offset < num_tokens:
         raise PagedKVError(

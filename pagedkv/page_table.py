@@ -19,6 +19,8 @@ SeqId = Hashable
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+_NO_BATCH: tuple[list[SeqId], Int64Array] = [], np.zeros(0, np.int64)
+
 
 class PageTable:
     """All sequences' rows of block ids, as one array.
@@ -42,7 +44,7 @@ class PageTable:
         self.seq_len: Int64Array = np.zeros(max_seqs, np.int64)
         self.committed: Int64Array = np.zeros(max_seqs, np.int64)
         self._rows: dict[SeqId, int] = {}
-        self._last_batch: tuple[list[SeqId], Int64Array] = [], np.zeros(0, np.int64)
+        self._last_batch: tuple[list[SeqId], Int64Array] = _NO_BATCH
         self._free_rows = list(range(max_seqs - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -82,8 +84,8 @@ class PageTable:
         # a decoding batch rarely changes; comparing costs a tenth of looking up
         if type(seq_ids) is list and seq_ids == last_ids:
             return last_rows
-        if isinstance(seq_ids, str):
-            raise SequenceError(f"a batch is a list of sequence ids, got the text {seq_ids!r}")
+        if isinstance(seq_ids, str) or not isinstance(seq_ids, (Sequence, np.ndarray)):
+            raise SequenceError(f"a batch is a list of sequence ids, got {seq_ids!r}")
         try:
             rows = list(map(self._rows.__getitem__, seq_ids))
         except KeyError as error:
@@ -248,7 +250,7 @@ class PageTable:
     def remove(self, seq_id: SeqId) -> None:
         """Forget a sequence and clear its row."""
         row = self._rows.pop(seq_id)
-        self._last_batch = [], self._last_batch[1][:0]
+        self._last_batch = _NO_BATCH
         self.blocks[row, : self.num_blocks(row)] = NULL_BLOCK
         self.seq_len[row] = self.committed[row] = 0
         self._free_rows.append(row)

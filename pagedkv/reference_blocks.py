@@ -75,3 +75,50 @@ class ModelEvent(NamedTuple):
     kind: str
     path: Path
     reason: str
+
+
+def best_child(
+    by_path: dict[Path, ModelBlock], prompt: Path, depth: int, limit: int
+) -> tuple[ModelBlock | None, int]:
+    """Of the blocks behind the first ``depth`` of ``prompt``, the newest that shares most of what follows.
+
+    ``by_path`` has the oldest first. Returns (None, 0) if none shares any of the next ``limit`` tokens.
+    """
+    best, most = None, 0
+    wanted = prompt[depth + 1] if depth + 1 < len(prompt) else Content((), ())
+    for path, block in reversed(by_path.items()):
+        if path[:-1] == prompt[: depth + 1] and path[-1].media == wanted.media:
+            count = num_common_tokens(path[-1].tokens, wanted.tokens[: max(limit, 0)])
+            if count > most:
+                best, most = block, count
+    return best, most
+
+
+def paths_behind(by_path: Iterable[Path], block: ModelBlock) -> list[Path]:
+    """What builds on a block, deepest first."""
+    path = block.path
+    if path is None:
+        return []
+    found = [p for p in by_path if len(p) > len(path) and p[: len(path)] == path]
+    return sorted(found, key=len, reverse=True)
+
+
+def shared_tails(
+    by_path: Iterable[Path], seqs: Sequence[ModelSequence], block_size: int
+) -> tuple[list[ModelSequence], list[ModelBlock], list[ModelBlock]]:
+    """What must happen to the partial tails of sequences that are to grow.
+
+    Returns the sequences that must copy theirs, tails that the last of their holders keeps, and tails
+    that it would keep if nothing cached built on them.
+    """
+    partial = [s for s in seqs if s.length % block_size]
+    copies = [s for s in partial if s.blocks[-1].refs > 1 or s.blocks[-1].path is not None]
+    kept, burdened = [], []
+    for block in {id(s.blocks[-1]): s.blocks[-1] for s in copies}.values():
+        holders = [s for s in copies if s.blocks[-1] is block]
+        if len(holders) == block.refs and paths_behind(by_path, block):
+            burdened.append(block)
+        elif len(holders) == block.refs:
+            copies.remove(holders[-1])
+            kept.append(block)
+    return copies, kept, burdened

@@ -5,13 +5,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from pagedkv.namespace import Media, Namespace
 from pagedkv.reference_blocks import (
     Announced,
-    Content,
     ModelBlock,
     ModelEvent,
     ModelSequence,
     Path,
-    num_common_tokens,
+    best_child,
     path_of,
+    paths_behind,
+    shared_tails,
 )
 from pagedkv.reference_policies import REFERENCE_POLICIES, ReferencePolicy
 
@@ -126,7 +127,7 @@ class ReferenceManager:
             return None
         source, count = None, 0
         if partial_hits:
-            source, count = self._best_child(prompt, len(hit), limit - len(hit) * self.block_size)
+            source, count = best_child(self.by_path, prompt, len(hit), limit - len(hit) * self.block_size)
         if source is None or not self._fits([*hit, source], fresh):
             source, count = None, 0
         cached = len(hit) * self.block_size + count
@@ -154,15 +155,17 @@ class ReferenceManager:
         """Grow every sequence, or none and False."""
         seqs = [self.seqs[seq_id] for seq_id in seq_ids]
         grow = [self._blocks_for(s.length + count) - len(s.blocks) for s in seqs]
-        copies, private, burdened = self._shared_tails(seqs) if count else ([], [], [])
+        copies, private, burdened = (
+            shared_tails(self.by_path, seqs, self.block_size) if count else ([], [], [])
+        )
         available = self.free + len(self.cached)
         total = sum(grow) + len(copies)
-        behind = [path for block in burdened for path in self._behind(block)]
+        behind = [path for block in burdened for path in paths_behind(self.by_path, block)]
         idle = not any(self.by_path[path].refs for path in behind)
         if total - len(burdened) <= available < total and idle:
             for path in dict.fromkeys(behind):
                 self._evict(self.by_path[path], "capacity")
-            copies, private, _ = self._shared_tails(seqs)
+            copies, private, _ = shared_tails(self.by_path, seqs, self.block_size)
         if sum(grow) + len(copies) > self.free + len(self.cached):
             return False
         fresh = self._take(sum(grow) + len(copies))
@@ -317,18 +320,6 @@ class ReferenceManager:
             hit.append(block)
         return hit
 
-    def _best_child(self, prompt: Path, depth: int, limit: int) -> tuple[ModelBlock | None, int]:
-        """The newest of the blocks behind the first ``depth`` that share most of the next tokens."""
-        best, most = None, 0
-        wanted = prompt[depth + 1] if depth + 1 < len(prompt) else Content((), ())
-        for path, block in reversed(self.by_path.items()):
-            if path[:-1] != prompt[: depth + 1] or path[-1].media != wanted.media:
-                continue
-            count = num_common_tokens(path[-1].tokens, wanted.tokens[: max(limit, 0)])
-            if count > most:
-                best, most = block, count
-        return best, most
-
     def _fits(self, held: Sequence[ModelBlock], fresh: int) -> bool:
         need = fresh + sum(not block.refs for block in held)
         reserve = int(self.watermark * self.num_blocks) if self.seqs else 0
@@ -340,32 +331,6 @@ class ReferenceManager:
             seq, prompt = self.seqs[seq_id], self.announced.pop(seq_id)
             if len(seq.tokens) < min(len(prompt.tokens), seq.length):
                 self.announced[seq_id] = prompt._replace(tokens=prompt.tokens[: seq.length])
-
-    def _shared_tails(
-        self, seqs: list[ModelSequence]
-    ) -> tuple[list[ModelSequence], list[ModelBlock], list[ModelBlock]]:
-        """Sequences that must copy their partial tail, tails that the last of their holders keeps, and
-        tails that it would keep if nothing cached built on them.
-        """
-        partial = [s for s in seqs if s.length % self.block_size]
-        copies = [s for s in partial if s.blocks[-1].refs > 1 or s.blocks[-1].path is not None]
-        kept, burdened = [], []
-        for block in {id(s.blocks[-1]): s.blocks[-1] for s in copies}.values():
-            holders = [s for s in copies if s.blocks[-1] is block]
-            if len(holders) == block.refs and self._behind(block):
-                burdened.append(block)
-            elif len(holders) == block.refs:
-                copies.remove(holders[-1])
-                kept.append(block)
-        return copies, kept, burdened
-
-    def _behind(self, block: ModelBlock) -> list[Path]:
-        """What builds on a block, deepest first."""
-        path = block.path
-        if path is None:
-            return []
-        found = [p for p in self.by_path if len(p) > len(path) and p[: len(path)] == path]
-        return sorted(found, key=len, reverse=True)
 
     def _leaves(self) -> list[ModelBlock]:
         parents = {path[:-1] for path in self.by_path}

@@ -35,7 +35,7 @@ class Retention:
         ``SequenceError`` if there is no such full block. Cost: O(blocks), vectorised.
         """
         committed = self._tables.num_committed(seq_id)
-        wanted = committed if num_tokens is None else num_tokens
+        wanted = committed if num_tokens is None else require_count("num_tokens", num_tokens, 0)
         blocks = self._blocks(seq_id, 0, wanted)[: wanted // self._tables.block_size]
         if not len(blocks):
             raise SequenceError(
@@ -49,8 +49,8 @@ class Retention:
 
     def unpin(self, pin: int) -> None:
         """Undo one ``pin``. Raises ``PagedKVError`` if it is undone already. Cost: O(blocks), vectorised."""
-        if isinstance(pin, bool) or pin not in self._held:
-            raise PagedKVError(f"there is no pin {pin!r}, there are {list(self._held)}")
+        if not isinstance(pin, (int, np.integer)) or isinstance(pin, bool) or pin not in self._held:
+            raise PagedKVError(f"there is no pin {pin!r} ({len(self._held)} are held)")
         self._cache.release(self._held.pop(pin)[::-1])
 
     def set_priority(

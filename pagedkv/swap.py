@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.arithmetic import div_ceil
+from pagedkv.block_ids import require_num_blocks
 from pagedkv.block_pool import NO_BLOCKS, BlockCounts, BlockPool
 from pagedkv.copies import BlockCopies
-from pagedkv.errors import NeverFits, PagedKVError, SequenceError, check, require_count
-from pagedkv.manager import MOST_BLOCKS, KVCacheManager
+from pagedkv.errors import NeverFits, PagedKVError, SequenceError, check
+from pagedkv.manager import KVCacheManager
 from pagedkv.namespace import Media, Namespace
 from pagedkv.page_table import Int32Array, SeqId
 
@@ -131,9 +132,9 @@ class SwapSpace:
 
     def __init__(self, manager: KVCacheManager, num_host_blocks: int) -> None:
         """Make ``num_host_blocks`` host blocks, ids 1..num_host_blocks, for the sequences of ``manager``."""
-        num_host_blocks = require_count("num_host_blocks", num_host_blocks, 1)
-        if num_host_blocks > MOST_BLOCKS:
-            raise PagedKVError(f"num_host_blocks must be at most {MOST_BLOCKS}, got {num_host_blocks}")
+        if not isinstance(manager, KVCacheManager):
+            raise PagedKVError(f"a swap space needs a KVCacheManager, got {manager!r}")
+        num_host_blocks = require_num_blocks("num_host_blocks", num_host_blocks)
         self._manager = manager
         self._pool = BlockPool(num_host_blocks)
         self._swapped: dict[SeqId, _Swapped] = {}

@@ -74,6 +74,8 @@ def unused_slots(cache: BlockCache, tables: PageTable, maybe_shared: Collection[
     rows = np.array([row for row in maybe_shared if unused[row]], np.int64)
     if len(rows):
         tails = tables.blocks[rows, tables.seq_len[rows] // tables.block_size]
+        alone = (cache.pool.ref_count[tails] == 1) & ~cache.index.indexed[tails]
+        rows, tails = rows[~alone], tails[~alone]  # those are counted right already
         total -= int(unused[rows].sum())
         for block in np.unique(tails[~cache.index.indexed[tails]]).tolist():
             total += tables.block_size - _filled_slots(tables, block)

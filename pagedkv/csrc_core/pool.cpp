@@ -30,6 +30,7 @@ int64_t Pool::check(const Ids& ids, uint8_t least, uint8_t most) {
 }
 
 bool Pool::acquire(Block* fresh, int64_t num_new, const Ids& shared, const Ids& victims) {
+    if (num_free < 0 || num_free > num_blocks) return false;  // somebody wrote to the counts
     const int64_t from_stack = std::min(num_new, num_free);
     if (victims.count != num_new - from_stack) return false;
     // one stamp for both, so that nothing is shared and evicted
@@ -51,7 +52,7 @@ bool Pool::acquire(Block* fresh, int64_t num_new, const Ids& shared, const Ids& 
 }
 
 int64_t Pool::release(const Ids& ids, const Flags& retain, Block* cached) {
-    if (check(ids, kActive, kActive) < 0) return -1;
+    if (check(ids, kActive, kActive) < 0 || num_free + ids.count > num_blocks) return -1;
     int64_t count = 0;
     for (int64_t i = 0; i < ids.count; i++) {
         const Block id = ids[i];
@@ -69,7 +70,7 @@ int64_t Pool::release(const Ids& ids, const Flags& retain, Block* cached) {
 }
 
 bool Pool::evict(const Ids& ids) {
-    if (check(ids, kCached, kCached) < 0) return false;
+    if (check(ids, kCached, kCached) < 0 || num_free + ids.count > num_blocks) return false;
     for (int64_t i = 0; i < ids.count; i++) {
         state[ids[i]] = kFree;
         free_stack[num_free++] = ids[i];

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from pagedkv.arithmetic import div_ceil
+from pagedkv.block_ids import require_num_blocks
 from pagedkv.block_pool import BlockCounts
 from pagedkv.content import SequenceExtra, as_token_array
 from pagedkv.copies import PendingCopies
@@ -16,7 +17,7 @@ from pagedkv.hybrid.group import CacheGroup, check_groups
 from pagedkv.hybrid.invariants import check_invariants
 from pagedkv.hybrid.rows import Rows
 from pagedkv.hybrid.stats import HybridStats, count_groups
-from pagedkv.manager import MOST_BLOCKS, Opened
+from pagedkv.manager import Opened
 from pagedkv.namespace import Media, Namespace
 from pagedkv.page_table import Int64Array, PageTable, SeqId
 
@@ -86,15 +87,13 @@ class HybridKVCacheManager:
         as one group could hold in the whole pool). ``prefix_caching=False``: no content is kept or looked up.
         """
         self.groups = check_groups(groups)
-        num_blocks = require_count("num_blocks", num_blocks, 1)
-        if num_blocks > MOST_BLOCKS:
-            raise PagedKVError(
-                f"num_blocks must be at most {MOST_BLOCKS}, as ids are int32, got {num_blocks}"
-            )
+        num_blocks = require_num_blocks("num_blocks", num_blocks)
         self.block_size = require_count("block_size", block_size, 1)
         max_seqs = require_count("max_seqs", max_seqs, 1)
         whole_pool = num_blocks * self.block_size
         self.max_seq_len = whole_pool if max_seq_len is None else require_count("max_seq_len", max_seq_len, 1)
+        if not isinstance(prefix_caching, bool):
+            raise PagedKVError(f"prefix_caching must be True or False, got {prefix_caching!r}")
         self.prefix_caching = prefix_caching
         width = div_ceil(self.max_seq_len, self.block_size)
         tables = [PageTable(max_seqs, width, self.block_size) for _ in self.groups]

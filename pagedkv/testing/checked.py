@@ -52,7 +52,7 @@ class CheckedManager:
     Every call is made on the manager and on a ``ReferenceManager``; results, counts, counters, events with
     their reasons, and ``check_invariants`` are compared after each. What is refused, or fails, must have
     changed nothing. Whatever is not a call that changes something (``tables``, ``stats``, ...) is the
-    manager's own. Cost: some 0.3 ms per call for tiny pools, O(blocks^2) for others.
+    manager's own. Cost: some 0.3 ms per call for tiny pools, O(blocks^2) for others. Not thread-safe.
 
     >>> checked = CheckedManager(KVCacheManager(8, block_size=4))
     >>> checked.open("a", [5, 6, 7, 8, 9]); checked.commit("a", [5, 6, 7, 8, 9])

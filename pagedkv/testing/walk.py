@@ -153,6 +153,8 @@ class _Failing:
             self._armed = False
             if self._random.random() < 0.5:
                 engine.run(operation)
+        finally:
+            self._armed = False
 
     def around(self, name: str) -> AbstractContextManager[Any]:
         """What a call of the manager is made in."""

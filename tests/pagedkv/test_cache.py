@@ -714,3 +714,37 @@ def test_unknown_attribute_raises_attribute_error() -> None:
         getattr(pagedkv, name)
     with pytest.raises(ImportError, match=name):
         exec(f"from pagedkv import {name}")
+
+
+def test_a_wholly_cached_partial_hit_is_read_without_a_write() -> None:
+    """The copy that a partial hit asks for is run by ``open``: nothing else has to be written first."""
+    cache = make()
+    prompt = list(range(BLOCK_SIZE + 3))
+    fill(cache, "a", [*prompt, 99])
+    half = prompt[: BLOCK_SIZE + 2]
+    opened = cache.open("b", half, partial_hits=True, max_cached_tokens=len(half))
+    assert opened is not None and opened.num_cached_tokens == len(half)
+    assert contents(cache, "b", len(half))[0].abs().sum() > 0
+    for mine, theirs in zip(contents(cache, "b", len(half)), contents(cache, "a", len(half)), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+@pytest.mark.parametrize("num_blocks", [3, 40])
+def test_a_resized_cache_holds_what_it_held(dtype: str, num_blocks: int) -> None:
+    """Grown or shrunk: open sequences read back the same values and scales, under whatever ids."""
+    cache = make(dtype)
+    length = BLOCK_SIZE + 2
+    fill(cache, "old", [1] * length, seed=1)
+    fill(cache, "a", [2] * length, seed=2)
+    cache.close("old")
+    before = contents(cache, "a", length)
+    fence = cache.manager.fences.open()
+    assert cache.resize(num_blocks) is False
+    cache.manager.fences.signal(fence)
+    assert cache.resize(num_blocks) is True
+    assert cache.storage.num_blocks == cache.manager.num_blocks == num_blocks
+    for now, then in zip(contents(cache, "a", length), before, strict=True):
+        assert torch.equal(now, then)
+    cache.manager.check_invariants()
+    assert cache.resize(1) is False

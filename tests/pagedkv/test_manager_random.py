@@ -92,7 +92,7 @@ SIZES: dict[str, dict[str, Any]] = {
 def test_a_long_random_walk_agrees_with_the_model(size: str, seed: int) -> None:
     """Three thousand operations each: results, counts, slot contents and invariants after every one."""
     stats = random_walk(3_000, seed=seed, **SIZES[size]).stats()
-    assert stats.num_opened > 200
+    assert stats.num_opened > 150
     assert stats.evicted_blocks > 0 or size == "one_block"
 
 
@@ -525,16 +525,7 @@ def walk_until_it_failed(
     pytest.fail(f"only {injected} failures were injected")
 
 
-WRONG_IN_CLOSE = pytest.mark.xfail(
-    strict=True, reason="close withdraws what it announced before it gives up its blocks, which may fail"
-)
-
-
-@pytest.mark.parametrize(
-    ("operation", "point"),
-    [pytest.param(*case, marks=WRONG_IN_CLOSE if case[0] == "close" else ()) for case in POINTS],
-    ids=lambda text: text.rpartition(".")[2],
-)
+@pytest.mark.parametrize(("operation", "point"), POINTS, ids=lambda text: text.rpartition(".")[2])
 def test_a_failure_leaves_everything_as_it_was(operation: str, point: str) -> None:
     """What fails while it plans, or behind the first change of ``open`` and ``fork``, has no effect.
 

@@ -55,7 +55,7 @@ def test_pins_are_counted() -> None:
     assert manager.counts == (4, 1, 1)
     for undone in (pin, 7, -1, True, None, "0"):
         before = snapshot(manager)
-        with pytest.raises(PagedKVError, match=r"there is no pin .*, there are \[1\]"):
+        with pytest.raises(PagedKVError, match=r"there is no pin .* \(1 are held\)"):
             manager.retention.unpin(undone)  # type: ignore[arg-type]
         assert snapshot(manager) == before
     manager.retention.unpin(second)
@@ -69,7 +69,7 @@ def test_pins_are_counted() -> None:
         (1, "3 tokens of 'a' are committed, 1 of them asked for, in blocks of 2"),
         (0, "3 tokens of 'a' are committed, 0 of them asked for"),
         (4, r"3 tokens of 'a' are committed, got 0\.\.4"),
-        (-1, "stop must be an integer of at least 0, got -1"),
+        (-1, "num_tokens must be an integer of at least 0, got -1"),
         (1.0, r"got 1\.0"),
     ],
 )
