@@ -37,11 +37,11 @@ class DecodeBatch(NamedTuple):
 class PagedKVCache:
     """A ``KVCacheManager`` and a ``KVStorage`` of the same blocks.
 
-    The sequence methods are the manager's. Copies that copy-on-write asks for are run when a sequence
-    grows and again before a write, so no write is lost to one. ``manager`` and ``storage`` are there for
-    everything else: ``manager.lookup``, ``manager.stats``, fences, events, ``manager.tables``. To grow or
-    shrink, use ``resize`` here, which keeps both in step; after ``manager.maintenance.defragment`` run
-    ``storage.copy_blocks`` on its moves.
+    The sequence methods are the manager's. Copies that copy-on-write and partial hits ask for are run when a
+    sequence opens or grows, and again before a write, so no write is lost to one. ``manager`` and ``storage``
+    are there for everything else: ``manager.lookup``, ``manager.stats``, fences, events, ``manager.tables``.
+    To grow or shrink, use ``resize`` here, which keeps both in step; after ``manager.maintenance.defragment``
+    run ``storage.copy_blocks`` on its moves. Not thread-safe, like its manager.
 
     >>> import torch
     >>> from pagedkv.attention import paged_attention

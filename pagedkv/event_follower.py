@@ -12,7 +12,8 @@ class BatchFollower:
     """What a reader of the batches knows, in ``index``: checks that they give the manager's index.
 
     ``index`` raises ``AssertionError`` if the events contradict each other. With int hashes its digests are
-    the last 8 bytes of the manager's. ``next_number`` is the batch to read next. See `BatchRing`.
+    the last 8 bytes of the manager's. ``next_number`` is the batch to read next. See `BatchRing`. Not
+    thread-safe.
     """
 
     def __init__(self) -> None:

@@ -65,6 +65,7 @@ class ExtraKeys:
         """Id of ``key``, with one more user."""
         extra_id = self._ids.get(key)
         if extra_id is None:
+            # in use and spare together are 1..n, so that ids never grow beyond the most keys at a time
             extra_id = self._spare.pop() if self._spare else len(self._ids) + 1
             self._ids[key], self._keys[extra_id], self._uses[extra_id] = extra_id, key, 0
         self._uses[extra_id] += 1
@@ -100,7 +101,8 @@ class ExtraKeys:
         self._uses[extra_id] -= 1
         if not self._uses[extra_id]:
             del self._ids[self._keys.pop(extra_id)], self._uses[extra_id]
-            self._spare.append(extra_id)
+            if extra_id <= len(self._ids) + len(self._spare):  # else it was the greatest
+                self._spare.append(extra_id)
 
 
 def extra_keys_by_block(

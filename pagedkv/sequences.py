@@ -140,9 +140,14 @@ class Sequences:
         stored[ids] = content
         if rest:
             stored[blocks[first + full], :rest] = tokens[full * size :]
+        before = self.extra(row)
         self.set_extra(row, extra)
         if full:
-            self._share(row, first, ids, content)
+            try:
+                self._share(row, first, ids, content)
+            except BaseException:
+                self.set_extra(row, before)
+                raise
 
     def commit_one(self, rows: Int64Array, blocks: Int32Array, tokens: Int32Array) -> None:
         """``commit`` one token of each row, into ``blocks``."""

@@ -32,11 +32,11 @@ class HybridKVCacheManager:
          ^ every group                    '-> blocks that fell out of a window go back to the pool
            can serve it                       at once: cached if their content is known
 
-    Bookkeeping only: numpy, no tensors, no clock, no threads. One scheduler owns it. All groups take blocks
-    of one pool; ``tables[name]`` has the block tables of a group, NULL_BLOCK where a block fell out of its
-    window (attention must honour the window, and so reads none of those). ``copies`` are the blocks to copy
-    before the next write. What is refused changes nothing; ``None`` or ``False`` means "not now"; a mistake
-    raises a ``ValueError`` subclass with the numbers.
+    Bookkeeping only: numpy, no tensors, no clock, no threads. Not thread-safe: one scheduler owns it. All
+    groups take blocks of one pool; ``tables[name]`` has the block tables of a group, NULL_BLOCK where a
+    block fell out of its window (attention must honour the window, and so reads none of those).
+    ``copies`` are the blocks to copy before the next write. What is refused changes nothing; ``None`` or
+    ``False`` means "not now"; a mistake raises a ``ValueError`` subclass with the numbers.
 
     **A hit** is as long as every group can serve: groups without a window all of it, the others what the
     next token sees in its window, and the sinks.

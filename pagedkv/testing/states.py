@@ -46,7 +46,7 @@ def check_nothing_is_held(manager: KVCacheManager) -> None:
         check(len(manager.events.digests()) == len(cache.index), "a digest is kept without content")
 
 
-SCRATCH = ("_seen", "_head", "_last_batch")
+SCRATCH = ("_seen", "_head", "_spare", "_last_batch")
 """Attributes that may differ though nothing has changed: scratch, lazy heads, what was looked up last."""
 
 

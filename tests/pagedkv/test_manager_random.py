@@ -608,7 +608,6 @@ def test_a_commit_with_media_that_failed_can_be_run_again(point: str) -> None:
     assert manager.open("b", [7] * 5, media=media) == (5, 4)
 
 
-@pytest.mark.xfail(strict=True, reason="the media of a commit that failed are kept")
 def test_a_commit_that_failed_leaves_no_media_behind() -> None:
     """Whoever then commits without them has not computed what others look for with them."""
     manager = KVCacheManager(8, 4)

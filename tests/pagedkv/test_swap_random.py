@@ -20,7 +20,7 @@ from pagedkv.testing import ShadowStorage, snapshot
 TENANT = Namespace(salt="tenant")
 
 
-UNSEEN = ("_seen", "_head", "_next", "index", "_index", "_stats", "_counters")
+UNSEEN = ("_seen", "_head", "_spare", "_next", "index", "_index", "_stats", "_counters")
 """Scratch space, the next numbers, what the tree looks like inside, and counters of what was tried."""
 
 

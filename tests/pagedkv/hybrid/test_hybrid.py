@@ -17,7 +17,7 @@ FULL, LOCAL = CacheGroup("full", (0,)), CacheGroup("local", (1,), window=4)
 
 def state(manager: Any) -> object:
     """Everything inside a manager but scratch space."""
-    return snapshot(manager, ("_seen", "_head", "_next", "_last_batch"))
+    return snapshot(manager, ("_seen", "_head", "_spare", "_next", "_last_batch"))
 
 
 def decode(manager: HybridKVCacheManager, seq_id: str, tokens: list[int]) -> None:

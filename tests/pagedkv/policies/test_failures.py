@@ -58,7 +58,7 @@ def test_a_failure_in_the_middle_leaves_the_order_as_it_was(
 
 def inside(manager: KVCacheManager) -> object:
     """Everything but scratch."""
-    return snapshot(manager, ("_seen", "_head", "_next", "_last_batch"))
+    return snapshot(manager, ("_seen", "_head", "_spare", "_next", "_last_batch"))
 
 
 def ordered(manager: KVCacheManager) -> object:
