@@ -4,6 +4,8 @@ from pagedkv.page_table import Int32Array
 
 VERSION: int
 
+def are_tokens(array: Any, /) -> bool: ...
+
 class Pool:
     _num_free: int
     _num_cached: int

@@ -1,10 +1,12 @@
 """What a sequence holds, as the prefix index compares it: tokens and extra keys."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from pagedkv import core
 from pagedkv.errors import PagedKVError
 from pagedkv.namespace import ExtraKeys, Media, Namespace, extra_keys_by_block, require_media
 from pagedkv.page_table import Int32Array
@@ -55,6 +57,8 @@ class SequenceExtra(NamedTuple):
     def ids(self, keys: ExtraKeys, first: int, count: int) -> Int32Array:
         """Ids of the extra keys of ``count`` blocks: 0 for none, -1 for a key that nobody uses."""
         found: Int32Array = np.zeros(count, np.int32)
+        if not self.by_block:
+            return found
         for i, key in self.by_block.items():
             if first <= i < first + count:
                 found[i - first] = keys.find(key)
@@ -73,6 +77,8 @@ def _as_tuple(media: Iterable[Media]) -> tuple[Media, ...]:
 
 def as_token_array(tokens: Any) -> Int32Array:
     """Token ids as int32 [n]; ``PagedKVError`` unless they are integers in 0..2^31 - 1, in one dimension."""
+    if isinstance(tokens, np.ndarray) and _are_tokens(tokens):
+        return tokens
     try:
         array = np.asarray(tokens)
     except ValueError as error:
@@ -91,3 +97,13 @@ def as_token_array(tokens: Any) -> Int32Array:
     if not 0 <= wrong <= MAX_TOKEN_ID:
         raise PagedKVError(f"token ids must be in 0..{MAX_TOKEN_ID}, got {wrong}")
     return np.require(array, np.int32, "A")
+
+
+def _are_tokens(array: "npt.NDArray[Any]") -> bool:
+    """Whether nothing has to be converted or refused; only the compiled core can tell at once."""
+    return False
+
+
+if not TYPE_CHECKING and core.reason() is None:
+    from pagedkv._core import are_tokens as _are_tokens
+

@@ -4,7 +4,7 @@
 
 namespace pagedkv {
 
-constexpr long kVersion = 1;  // as pagedkv.core.VERSION
+constexpr long kVersion = 2;  // as pagedkv.core.VERSION
 
 static PyObject* block_error = nullptr;
 
@@ -40,9 +40,13 @@ bool in_range(const Ids& ids, Block least, Block num_blocks, const char* verb) {
     return i < 0;
 }
 
+static PyMethodDef functions[] = {
+    method("are_tokens", are_tokens, "Whether an array is int32, contiguous, of one dimension, and nowhere negative."),
+    {nullptr, nullptr, 0, nullptr}};
+
 static PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_core", "Bookkeeping of blocks: states, contents and order.", -1, nullptr, nullptr, nullptr,
-    nullptr, nullptr};
+    PyModuleDef_HEAD_INIT, "_core", "Bookkeeping of blocks: states, contents and order.", -1, functions, nullptr,
+    nullptr, nullptr, nullptr};
 
 static bool add_type(PyObject* module, const char* name, PyObject* type) {
     return type && !PyModule_AddObject(module, name, type);

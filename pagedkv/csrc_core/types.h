@@ -14,6 +14,8 @@ PyObject* make_pool_type();
 PyObject* make_index_type();
 PyObject* make_order_type();
 
+PyObject* are_tokens(PyObject* module, Arguments arguments, Py_ssize_t count);
+
 // True if a method got as many arguments as it takes; else a TypeError is set.
 bool takes(Py_ssize_t count, Py_ssize_t wanted);
 

@@ -12,6 +12,7 @@ import pytest
 from pagedkv import core
 from pagedkv.block_cache import BlockCache
 from pagedkv.block_pool import BlockPool
+from pagedkv.content import as_token_array
 from pagedkv.errors import BlockError
 from pagedkv.page_table import Int32Array
 from pagedkv.policies.numpy_lru import NumpyLRU
@@ -239,3 +240,33 @@ def test_the_names_to_construct_are_classes_of_their_own() -> None:
     """Whatever the engine, an error or a patch names the public class."""
     assert BlockPool.__name__ == "BlockPool" and BlockPool.__module__ == "pagedkv.block_pool"
     assert issubclass(NumpyLRU, EvictionPolicy)
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (np.array([0, 5, 2**31 - 1], np.int32), True),
+        (np.zeros(0, np.int32), True),
+        (np.array([3, -1], np.int32), False),
+        (np.array([[1]], np.int32), False),
+        (np.array([1], np.int64), False),
+        (np.arange(6, dtype=np.int32)[::2], False),
+        (np.arange(6, dtype=np.int32)[::-1], False),
+        (np.array([1], ">i4"), False),
+        (np.frombuffer(b"x" + bytes(8), np.int32, offset=1), False),
+        (np.array(["a"]), False),
+        (np.array([1], object), False),
+        ("text", False),
+        (None, False),
+    ],
+)
+def test_the_core_knows_tokens_that_need_no_conversion(array: Any, expected: bool) -> None:
+    """What it does not know at once, numpy converts or refuses."""
+    _core = pytest.importorskip("pagedkv._core")
+    assert _core.are_tokens(array) is expected
+
+
+def test_tokens_are_taken_as_they_are_where_nothing_has_to_be_done() -> None:
+    """No copy, by either engine."""
+    tokens = np.array([1, 2, 3], np.int32)
+    assert as_token_array(tokens) is tokens or np.shares_memory(as_token_array(tokens), tokens)
