@@ -45,8 +45,8 @@ if __package__ in (None, ""):
 from benchmarks.manager_peers import PEERS, MakePeer, find_peer
 from benchmarks.manager_workloads import WORKLOADS, Measured, bytes_per_block
 from pagedkv import __version__
+from pagedkv.sim.commands.options import at_least
 from pagedkv.sim.console import progress, show_table
-from pagedkv.sim.options import at_least
 
 SCHEMA = "pagedkv.bench_manager/1"
 SUMS = {"admit": ("open", "commit"), "request": ("open", "commit", "close")}

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from pagedkv.sim.gpus import load_gpu
 from pagedkv.sim.hits import replay_hits
-from pagedkv.sim.models import load_model
 from pagedkv.sim.replay import ReplaySetup, blocks_in_memory, run_replay
+from pagedkv.sim.timing.gpus import load_gpu
+from pagedkv.sim.timing.models import load_model
 from pagedkv.sim.workload import chat_long
 
 ROUNDS = 3
 PEAK_MEMORY = """
-from pagedkv.sim.gpus import load_gpu
-from pagedkv.sim.models import load_model
+from pagedkv.sim.timing.gpus import load_gpu
+from pagedkv.sim.timing.models import load_model
 from pagedkv.sim.replay import ReplaySetup, blocks_in_memory, run_replay
 from pagedkv.sim.workload import chat_long
 model, gpu = load_model("llama-3.1-8b"), load_gpu("b200")

@@ -106,4 +106,3 @@ def _are_tokens(array: "npt.NDArray[Any]") -> bool:
 
 if not TYPE_CHECKING and core.reason() is None:
     from pagedkv._core import are_tokens as _are_tokens
-

@@ -13,9 +13,10 @@ from pagedkv.errors import PagedKVError
 
 EXAMPLES = """examples:
   pagedkv replay                                    the built-in workload, in seconds
-  pagedkv replay trace.jsonl.gz --gpu h100 --plot out.png
+  pagedkv replay trace.jsonl.gz --gpu h100 --html report.html --slo ttft=2 --slo tpot=0.05
   pagedkv replay trace.jsonl.gz --hits-only --block-size 512 --num-blocks 10000
   pagedkv itl --model llama-3.1-70b --gpu h200 --batch 8
+  pagedkv calibrate here.json                       this machine, for --hardware here.json
   pagedkv bench attention --dtype bf16 int8         this machine against its memory
   pagedkv size --model qwen3-32b --gpu h100 --kv-dtype int8
 """
@@ -39,7 +40,18 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Raises ``PagedKVError`` without rich."""
-    from pagedkv.sim import bench_command, plan_commands, replay_command, trace_command, validate_command
+    from pagedkv.sim.commands import (
+        bench_command,
+        calibrate_command,
+        compare_command,
+        fleet_command,
+        plan_commands,
+        replay_command,
+        report_command,
+        sweep_command,
+        trace_command,
+        validate_command,
+    )
 
     parser: argparse.ArgumentParser = _Parser(
         prog="pagedkv",
@@ -49,7 +61,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"pagedkv {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (replay_command, validate_command, trace_command, bench_command):
+    for module in (
+        replay_command,
+        sweep_command,
+        fleet_command,
+        report_command,
+        compare_command,
+        validate_command,
+        trace_command,
+        bench_command,
+        calibrate_command,
+    ):
         module.add_parser(commands)
     plan_commands.add_parsers(commands)
     return parser

@@ -1,7 +1,7 @@
 """Request traces: arrivals, lengths and shared prefixes as arrays."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +11,12 @@ from pagedkv.errors import PagedKVError
 
 MAX_TOKENS = 2**31 - 1
 """Most tokens of a prompt or an output: token counts and ids are int32."""
+
+
+NO_DEADLINE = math.inf
+"""What ``deadline_s`` says of a request without a deadline."""
+
+_Columns = dict[str, Any]
 
 
 class TraceError(PagedKVError):
@@ -56,14 +62,33 @@ class Trace:
     """Prompt tokens per content id; 0 when the trace says nothing about content."""
     num_contents: int
     """Number of distinct content ids."""
+    session: npt.NDArray[np.int32] = field(default_factory=lambda: _unstated(np.int32), kw_only=True)
+    """[n] int32: requests with the same number are turns of one session, in order; -1 for none."""
+    think_s: npt.NDArray[np.float64] = field(default_factory=lambda: _unstated(np.float64), kw_only=True)
+    """[n] float64: the request comes no earlier than this after the end of its session's previous one (and
+    no earlier than ``arrival_s``); NaN where only ``arrival_s`` counts."""
+    deadline_s: npt.NDArray[np.float64] = field(default_factory=lambda: _unstated(np.float64), kw_only=True)
+    """[n] float64, seconds after the request's arrival by which its last token is due; inf for none."""
+    priority: npt.NDArray[np.int64] = field(default_factory=lambda: _unstated(np.int64), kw_only=True)
+    """[n] int64: lower is served first; 0 where nothing is said."""
+    adapter: npt.NDArray[np.int32] = field(default_factory=lambda: _unstated(np.int32), kw_only=True)
+    """[n] int32, index into ``adapter_names``; -1 for the model itself. Contents differ between adapters."""
+    adapter_names: tuple[str, ...] = field(default=(), kw_only=True)
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    """What was assumed or left out when the trace was read."""
 
     def __post_init__(self) -> None:
         """Cast the columns to their declared dtypes, make them read-only and check them."""
         self._set_column("arrival_s", np.float64)
-        for field in ("input_len", "output_len", "content_offsets"):
-            self._set_column(field, np.int64)
+        for name in ("input_len", "output_len", "content_offsets"):
+            self._set_column(name, np.int64)
         self._set_column("content_ids", np.int32)
+        for name, (dtype, unstated) in _OPTIONAL.items():
+            if not np.size(getattr(self, name)):
+                object.__setattr__(self, name, np.full(len(self.arrival_s), unstated, dtype))
+            self._set_column(name, dtype)
         _check_requests(self)
+        _check_options(self)
         _check_contents(self)
 
     @classmethod
@@ -120,9 +145,9 @@ class Trace:
         check_positive_int("limit", limit)
         offsets = self.content_offsets[: limit + 1]
         ids = self.content_ids[: offsets[-1]]
-        columns = (self.arrival_s[:limit], self.input_len[:limit], self.output_len[:limit])
+        columns: _Columns = {name: getattr(self, name)[:limit] for name in _PER_REQUEST}
         num_contents = int(ids.max()) + 1 if len(ids) else 0
-        return Trace(self.name, *columns, ids, offsets, self.content_block_size, num_contents)
+        return replace(self, content_ids=ids, content_offsets=offsets, num_contents=num_contents, **columns)
 
     def faster(self, speed: float) -> "Trace":
         """Return the same requests arriving ``speed`` times as fast; a speed below 1 slows them down.
@@ -132,16 +157,7 @@ class Trace:
         """
         if not (math.isfinite(speed) and speed > 0):
             raise TraceError(f"speed must be a finite number above 0, got {speed!r}")
-        return Trace(
-            self.name,
-            self.arrival_s / speed,
-            self.input_len,
-            self.output_len,
-            self.content_ids,
-            self.content_offsets,
-            self.content_block_size,
-            self.num_contents,
-        )
+        return replace(self, arrival_s=self.arrival_s / speed)
 
     def _unique_id(self, i: int) -> int:
         """Return the first of two ids that belong to request ``i`` alone: prompt tail, then output."""
@@ -151,8 +167,24 @@ class Trace:
         if not 0 <= i < len(self):
             raise TraceError(f"request {i} is out of range: the trace has {len(self)} requests")
 
-    def _set_column(self, field: str, dtype: type[np.generic]) -> None:
-        object.__setattr__(self, field, _column(field, getattr(self, field), dtype))
+    def _set_column(self, name: str, dtype: type[np.generic]) -> None:
+        object.__setattr__(self, name, _column(name, getattr(self, name), dtype))
+
+
+_OPTIONAL: dict[str, tuple[type[np.generic], float]] = {
+    "session": (np.int32, -1),
+    "think_s": (np.float64, math.nan),
+    "deadline_s": (np.float64, NO_DEADLINE),
+    "priority": (np.int64, 0),
+    "adapter": (np.int32, -1),
+}
+"""Columns that may be left out: dtype, and what stands for nothing said."""
+
+_PER_REQUEST = ("arrival_s", "input_len", "output_len", *_OPTIONAL)
+
+
+def _unstated(dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.empty(0, dtype)
 
 
 def check_positive_int(name: str, value: int) -> None:
@@ -182,16 +214,27 @@ def _fits(values: npt.NDArray[Any], dtype: type[np.integer[Any]]) -> bool:
 
 
 def _check_requests(trace: Trace) -> None:
-    lengths = {field: len(getattr(trace, field)) for field in ("arrival_s", "input_len", "output_len")}
+    lengths = {name: len(getattr(trace, name)) for name in _PER_REQUEST}
     if len(set(lengths.values())) > 1:
         raise TraceError(f"columns must have one length, got {lengths}")
     if not len(trace):
         raise TraceError("a trace needs at least one request, got 0")
     _refuse_where("arrival_s", trace.arrival_s, ~(np.isfinite(trace.arrival_s) & (trace.arrival_s >= 0)))
     _refuse_where("arrival_s (must not decrease)", trace.arrival_s[1:], np.diff(trace.arrival_s) < 0)
-    for field in ("input_len", "output_len"):
-        values = getattr(trace, field)
-        _refuse_where(field, values, (values < 1) | (values > MAX_TOKENS))
+    for name in ("input_len", "output_len"):
+        values = getattr(trace, name)
+        _refuse_where(name, values, (values < 1) | (values > MAX_TOKENS))
+
+
+def _check_options(trace: Trace) -> None:
+    _refuse_where("think_s", trace.think_s, ~(np.isnan(trace.think_s) | (trace.think_s >= 0)))
+    _refuse_where(
+        "think_s (without a session)", trace.think_s, ~np.isnan(trace.think_s) & (trace.session < 0)
+    )
+    _refuse_where("deadline_s", trace.deadline_s, ~(trace.deadline_s >= 0))
+    _refuse_where("session", trace.session, trace.session < -1)
+    most = len(trace.adapter_names)
+    _refuse_where("adapter", trace.adapter, (trace.adapter < -1) | (trace.adapter >= most))
 
 
 def _check_contents(trace: Trace) -> None:

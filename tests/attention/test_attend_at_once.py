@@ -103,11 +103,11 @@ def test_scales_of_another_shape_are_left_alone() -> None:
         assert not attend_at_once(**options | {name: None})
 
 
-class Seen(TorchDispatchMode):
+class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Collects the names of operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

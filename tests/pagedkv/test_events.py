@@ -88,6 +88,7 @@ def test_namespace_and_media_change_the_digest() -> None:
         manager = recording()
         stored(manager, "a", [1, 2, 3, 4], **options)
         (event,) = manager.events.take()
+        assert isinstance(event, BlocksStored)
         digests.add(event.digests)
     assert len(digests) == 6
 
@@ -98,6 +99,7 @@ def test_a_router_can_work_out_the_digests_of_a_prompt() -> None:
     manager = recording()
     stored(manager, "a", [1, 2, 3, 4, 5], **options)
     (event,) = manager.events.take()
+    assert isinstance(event, BlocksStored)
     found = prefix_digests([1, 2, 3, 4, 5], 2, seed=b"seed", **options)  # type: ignore[arg-type]
     assert tuple(found) == event.digests
     assert prefix_digests([1], 2) == []
@@ -123,7 +125,9 @@ def test_a_seed_keeps_digests_apart() -> None:
         manager = KVCacheManager(4, 2)
         manager.events.record(seed)
         stored(manager, "a", [1, 2])
-        digests.append(manager.events.take()[0].digests[0])
+        (event,) = manager.events.take()
+        assert isinstance(event, BlocksStored)
+        digests.append(event.digests[0])
     assert len(set(digests)) == 3
 
 

@@ -18,6 +18,7 @@ from pagedkv.policies.priority import Priority
 from pagedkv.testing import FAILURE_POINTS, FailureInjector, ShadowIndex, random_walk, snapshot
 
 SIZE = 4
+UNSEEN = ("_seen", "_head", "_spare", "_last_batch", "_next")
 
 
 def fill(manager: KVCacheManager, name: str, tokens: list[int], close: bool = False) -> int:
@@ -70,14 +71,16 @@ def test_promise_2_all_or_nothing_even_when_it_fails_in_the_middle() -> None:
     for point in FAILURE_POINTS["open"]:
         for at in (1, 2):
             manager = crowded()
-            before = snapshot(manager, ("_seen", "_head", "_spare", "_last_batch", "_next"))
+            before = snapshot(manager, UNSEEN)
             injector = FailureInjector(point)
             try:
                 with injector.failing(at):
                     manager.open("c", [1, 2, 3, 4, 9, *range(7)], namespace=None, media=[Media(5, "cat")])
             except MemoryError:
                 failed += 1
-                assert snapshot(manager, ("_seen", "_head", "_spare", "_last_batch", "_next")) == before, point
+                assert snapshot(manager, ("_seen", "_head", "_spare", "_last_batch", "_next")) == before, (
+                    point
+                )
             manager.check_invariants()
     assert failed >= 9
 
@@ -254,10 +257,10 @@ def test_promise_12_time_is_passed_in() -> None:
 
 def test_promise_13_the_simulator_reports_what_the_manager_counted() -> None:
     """Hits and blocks of a replay are those of the manager it ran on, which is a ``KVCacheManager``."""
-    from pagedkv.sim.engine import Engine, EngineConfig
-    from pagedkv.sim.gpus import load_gpu
-    from pagedkv.sim.models import load_model
+    from pagedkv.sim.engine.engine import Engine, EngineConfig
     from pagedkv.sim.replay import ReplaySetup
+    from pagedkv.sim.timing.gpus import load_gpu
+    from pagedkv.sim.timing.models import load_model
     from pagedkv.sim.workload import chat_long
 
     setup = ReplaySetup(load_model("llama-3.1-8b"), load_gpu("h100"), num_blocks=20_000)

@@ -21,19 +21,22 @@ import pytest
 
 from pagedkv import __version__
 from pagedkv.errors import PagedKVError
-from pagedkv.sim import replay_command
 from pagedkv.sim.cli import main
+from pagedkv.sim.commands import replay_command, replay_outputs
+from pagedkv.sim.commands.options import size
+from pagedkv.sim.commands.plan_commands import STEP_FORMULA
 from pagedkv.sim.download import KNOWN_TRACES, KnownTrace
-from pagedkv.sim.gpus import gpu_names, load_gpu
-from pagedkv.sim.models import load_model, model_names
-from pagedkv.sim.options import size
-from pagedkv.sim.outputs import check_outputs, text_writer, write_outputs
-from pagedkv.sim.plan_commands import STEP_FORMULA
+from pagedkv.sim.output.outputs import check_outputs, text_writer, write_outputs
 from pagedkv.sim.replay import ReplaySetup, run_replay
+from pagedkv.sim.timing.gpus import gpu_names, load_gpu
+from pagedkv.sim.timing.models import load_model, model_names
 from pagedkv.sim.trace import Trace
 from pagedkv.sim.workload import chat_long
 
-COLUMNS = "time_s,running,waiting,bytes_free,bytes_cached,bytes_active,bytes_used,mean_itl_s"
+COLUMNS = (
+    "time_s,running,waiting,bytes_free,bytes_cached,bytes_active,bytes_used,mean_itl_s,"
+    "queried_tokens,hit_tokens,preemptions"
+)
 Capture = pytest.CaptureFixture[str]
 
 
@@ -963,8 +966,8 @@ class TestOutputs:
         self, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The picture cannot be written: document and timeline are as before, and nothing lies about."""
-        monkeypatch.setattr(replay_command, "plot_replay", fail_to_plot)
-        monkeypatch.setattr(replay_command, "require_plottable", lambda path: None)
+        monkeypatch.setattr(replay_outputs, "plot_replay", fail_to_plot)
+        monkeypatch.setattr(replay_outputs, "require_plottable", lambda path: None)
         files = [tmp_path / name for name in ("a.json", "b.csv", "c.png")]
         for path in files[:2]:
             path.write_text("old")
@@ -1161,7 +1164,7 @@ class TestProcess:
     def test_an_interrupt_ends_with_130_and_no_traceback(self, tmp_path: Path) -> None:
         """In the middle of a replay; the output file does not appear."""
         code = (
-            "import sys\nfrom pagedkv.sim import replay_command\nfrom pagedkv.sim.cli import main\n"
+            "import sys\nfrom pagedkv.sim.commands import replay_command\nfrom pagedkv.sim.cli import main\n"
             "serve = replay_command.run_replay\n"
             "def telling(trace, setup, update):\n"
             "    def heard(done):\n"

@@ -1,11 +1,15 @@
 """The engine loop, against a slow engine that takes one token at a time, and by what must be conserved."""
 
+from __future__ import annotations
+
 import hashlib
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,17 +20,26 @@ from hypothesis import strategies as st
 
 from pagedkv.errors import NeverFits, PagedKVError
 from pagedkv.manager import KVCacheManager, Opened
-from pagedkv.sim.engine import Engine, EngineConfig
-from pagedkv.sim.gpus import load_gpu
-from pagedkv.sim.models import load_model
-from pagedkv.sim.records import Records
+from pagedkv.sim.engine.disaggregation import Disaggregated, TransferSettings
+from pagedkv.sim.engine.engine import Engine, EngineConfig
+from pagedkv.sim.engine.host_tier import HostTierSettings
+from pagedkv.sim.engine.hybrid_pool import HybridPool
+from pagedkv.sim.engine.link import LinkSpeed
+from pagedkv.sim.engine.speculation import Speculation
+from pagedkv.sim.engine.swapping import SwapSettings
+from pagedkv.sim.engine.waiting import QUEUES
+from pagedkv.sim.output.records import Records
+from pagedkv.sim.output.report import replay_document, to_json
 from pagedkv.sim.replay import ReplaySetup, run_replay
-from pagedkv.sim.report import replay_document, to_json
-from pagedkv.sim.step_cost import span_s, steps_until
-from pagedkv.sim.step_time import AttentionGroup, StepTimeModel
+from pagedkv.sim.timing.gpus import load_gpu
+from pagedkv.sim.timing.models import load_model
+from pagedkv.sim.timing.roofline import Roofline
+from pagedkv.sim.timing.step_cost import span_s, steps_until
+from pagedkv.sim.timing.step_time import AttentionGroup, StepTimeModel
 from pagedkv.sim.trace import Trace
 from pagedkv.sim.workload import chat_long
 from pagedkv.spec import KVCacheSpec, LayerSpec
+from pagedkv.swap import SwapSpace
 
 Floats = npt.NDArray[np.float64]
 
@@ -41,9 +54,15 @@ class Request:
     arrival_s: float
     prompt: list[int]
     output: list[int]
+    rank: float = 0.0
+    after: Request | None = None
+    think_s: float = 0.0
+    seat: int | None = None
     generated: int = 0
     computed: int = 0
+    committed: int = 0
     decoding: bool = False
+    coming: bool = False
     token_times: list[float] = field(default_factory=list)
 
     @property
@@ -54,19 +73,34 @@ class Request:
     def left(self) -> int:
         return len(self.prompt) + self.generated - self.computed
 
+    @property
+    def key(self) -> tuple[float, int]:
+        assert self.seat is not None
+        return self.rank, self.seat
+
+    @property
+    def comes_s(self) -> float:
+        """When it comes; never, as far as is known, while the turn before it is not done."""
+        if self.after is None:
+            return self.arrival_s
+        if self.after.generated < len(self.after.output):
+            return math.inf
+        return max(self.arrival_s, self.after.token_times[-1] + self.think_s)
+
 
 class SlowEngine:
     """The same rules, one step at a time, with times worked out from the spec token by token.
 
-    Serve first come, first served. A step decodes one token of every decoding sequence and spends the rest
-    of the budget on prompts in order. When blocks lack, the youngest gives up all of its own.
+    Serve in the order of the queue. A step decodes one token of every decoding sequence, or verifies
+    1 + k, and spends the rest of the budget on prompts in order. When blocks lack, the last in the order
+    gives up all of its own.
     """
 
     def __init__(
         self,
         trace: Trace,
-        manager: KVCacheManager,
-        model: StepTimeModel,
+        manager: Any,
+        model: Roofline,
         spec: KVCacheSpec,
         config: EngineConfig,
     ) -> None:
@@ -75,83 +109,365 @@ class SlowEngine:
             Request(i, float(trace.arrival_s[i]), trace.tokens(i).tolist(), trace.output_tokens(i).tolist())
             for i in range(len(trace))
         ]
+        for request, priority, deadline_s, session, think_s in zip(
+            self.requests, trace.priority, trace.deadline_s, trace.session, trace.think_s, strict=True
+        ):
+            before = [r for r in self.requests[: request.number] if trace.session[r.number] == session >= 0]
+            if before and not math.isnan(think_s):
+                request.after, request.think_s = before[-1], float(think_s)
+            request.rank = {
+                "fcfs": 0.0,
+                "priority": float(priority),
+                "shortest": float(len(request.prompt)),
+                "deadline": float(deadline_s),
+            }[config.queue]
         self.now, self.preemptions, self.peak, self.steps = 0.0, 0, 0, 0
+        self.hit_tokens = self.accepted = self.drafted = 0
         self.running: list[Request] = []  # in the order of admission
         self.decoding: list[Request] = []  # in the order in which prefills ended
-        self.waiting = list(self.requests)
+        self.waiting: list[Request] = []
+        self.expected = list(self.requests)
+        self.link_free_s = self.link_bytes = self.stall = self.stall_s = 0.0
+        self.coming: list[tuple[float, Request, Callable[[], None]]] = []
+        self.seen: list[Request] = []  # who has been admitted before
+        if config.swap is not None:
+            self.space = SwapSpace(manager, config.swap.num_host_blocks)
+        self.tier: KVCacheManager | None = None
+        self.stored = self.loaded = 0
+        self.writes: list[tuple[float, int]] = []
+        if config.host_tier is not None:
+            size = manager.block_size
+            self.tier = KVCacheManager(config.host_tier.num_blocks, size, max_seqs=config.max_batch + 1)
+
+    @property
+    def k(self) -> int:
+        return self.config.speculation.num_drafts if self.config.speculation else 0
+
+    @property
+    def ready(self) -> list[Request]:
+        return [r for r in self.running if not r.coming]
 
     def run(self) -> None:
-        while self.waiting or self.running:
-            self.admit()
-            if self.running:
-                self.step()
-            else:
-                self.now = max(self.now, self.waiting[0].arrival_s)
+        while self.expected or self.waiting or self.running:
+            self.turn()
+        self.end_writes(math.inf)
+
+    @property
+    def moment(self) -> float:
+        """When it will do something; never, if nothing is known to happen."""
+        if self.ready or (self.waiting and self.has_stepped):
+            return self.now
+        return max(self.now, min([math.inf, *self.events]))
+
+    has_stepped = False
+
+    @property
+    def events(self) -> list[float]:
+        known = [r.comes_s for r in self.expected] + [done_s for done_s, _, _ in self.coming]
+        return known + [done_s for done_s, _ in self.writes]
+
+    def end_writes(self, now_s: float) -> None:
+        for done_s, pin in list(self.writes):
+            if done_s <= now_s:
+                self.writes.remove((done_s, pin))
+                self.manager.retention.unpin(pin)
+
+    def turn(self, horizon_s: float = math.inf) -> None:
+        self.receive()
+        self.admit()
+        self.has_stepped = bool(self.ready)
+        if self.ready:
+            self.step()
+        else:
+            then = min([horizon_s, *self.events])
+            if then > self.now:
+                self.now, self.peak = then, max(self.peak, self.manager.counts.active)
+
+    def receive(self) -> None:
+        """Who has come by now takes a seat; who is back from the host runs."""
+        for item in sorted(self.coming, key=lambda item: item[0]):
+            if item[0] <= self.now:
+                self.end_writes(item[0])
+                self.is_back(item)
+        self.end_writes(self.now)
+        for request in sorted(self.expected, key=lambda r: (r.comes_s, r.number)):
+            if request.comes_s <= self.now:
+                request.seat = len(self.requests) - len(self.expected)
+                if self.config.queue == "deadline":
+                    request.rank += request.comes_s
+                self.expected.remove(request)
+                self.waiting.append(request)
+
+    def is_back(self, item: tuple[float, Request, Callable[[], None]]) -> None:
+        self.coming.remove(item)
+        item[2]()
+        item[1].coming = False
+        if item[1].decoding:
+            self.decoding.append(item[1])
+        else:  # prompts are computed in the order in which they could be
+            self.running.remove(item[1])
+            self.running.append(item[1])
+
+    def claim(self, request: Request) -> int:
+        if request.decoding:
+            return 0 if self.config.prefill_first else 1 + self.k
+        return request.left
 
     def admit(self) -> None:
-        while self.waiting and self.waiting[0].arrival_s <= self.now:
-            request = self.waiting[0]
-            unspent = self.config.token_budget - sum(1 if r.decoding else r.left for r in self.running)
+        for request in sorted(self.waiting, key=lambda r: r.key):
+            unspent = self.config.token_budget - sum(map(self.claim, self.running))
             if unspent <= 0 or len(self.running) == self.config.max_batch:
                 return
-            opened = self.manager.open(request.number, request.known)
-            if opened is None:
+            is_swapped = self.config.swap is not None and request.number in self.space
+            if self.config.coalesce and not is_swapped and self.is_coming(request):
+                continue
+            if not (self.swap_in(request) if is_swapped else self.open(request)):
                 return
-            request.computed, request.decoding = opened.num_cached_tokens, False
-            self.running.append(self.waiting.pop(0))
+            self.running.append(request)
+            self.waiting.remove(request)
+
+    def is_coming(self, request: Request) -> bool:
+        return bool(self.manager.lookup(request.known).num_coming_tokens > 0)
+
+    def swap_in(self, request: Request) -> bool:
+        back = self.space.swap_in(request.number)
+        if back is None:
+            return False
+        request.coming = True
+        done_s = self.over_link(len(back.copies.src))
+        self.coming.append((done_s, request, partial(self.space.done, back.transfer)))
+        return True
+
+    def open(self, request: Request) -> bool:
+        opened = self.manager.open(
+            request.number,
+            request.known,
+            announce=self.config.coalesce,
+            partial_hits=self.config.partial_hits,
+        )
+        if opened is None:
+            return False
+        self.note_hit(request, opened.num_cached_tokens)
+        request.computed, request.decoding = opened.num_cached_tokens, False
+        if self.tier is not None:
+            self.load(request, self.tier)
+        return True
+
+    def load(self, request: Request, tier: KVCacheManager) -> None:
+        """The host fills the first blocks of a prompt, if it has more of them than were a hit."""
+        found = tier.lookup(request.known[: tier.max_seq_len]).num_cached_tokens
+        if found <= request.computed:
+            return
+        assert tier.open(request.number, request.known[:found], max_cached_tokens=found)
+        blocks = found // tier.block_size - request.computed // tier.block_size
+        request.computed, request.coming, self.loaded = found, True, self.loaded + blocks
+
+        def commit() -> None:
+            tier.close(request.number)
+            self.commit(request)
+
+        self.coming.append((self.over_link(blocks), request, commit))
+
+    def write(self, request: Request, tier: KVCacheManager) -> None:
+        """Full blocks that the host does not have are written there, and stay until they are."""
+        full = min(request.committed // tier.block_size * tier.block_size, tier.max_seq_len)
+        if not full:
+            return
+        opened = tier.open("writing", request.known[:full], max_cached_tokens=full)
+        if opened is None:
+            return
+        tier.commit("writing", request.known[opened.num_cached_tokens : full])
+        tier.close("writing")
+        blocks = (full - opened.num_cached_tokens) // tier.block_size
+        if blocks:
+            self.stored += blocks
+            self.writes.append((self.over_link(blocks), self.manager.retention.pin(request.number)))
+
+    def note_hit(self, request: Request, num_cached: int) -> None:
+        self.manager.copies.take()
+        request.committed = num_cached
+        if request not in self.seen:
+            self.seen.append(request)
+            self.hit_tokens += num_cached
+
+    def over_link(self, blocks: int) -> float:
+        """When so many blocks are on the other side; one transfer after the other."""
+        host = self.config.swap or self.config.host_tier
+        assert host is not None
+        if not blocks:
+            return self.now + self.stall
+        link, num_bytes = host.link, blocks * host.bytes_per_block
+        begin = max(self.now + self.stall, self.link_free_s)
+        self.link_free_s = begin + link.latency_s + num_bytes / link.bytes_per_s
+        self.link_bytes += num_bytes
+        return self.link_free_s
 
     def step(self) -> None:
+        self.stall = 0.0
+        while not self.make_room():
+            uses_host = self.config.swap is not None or self.tier is not None
+            if uses_host and (self.coming or self.writes):
+                ends = [item[0] for item in self.coming] + [done_s for done_s, _ in self.writes]
+                self.stall = max(self.stall, max(ends) - self.now)
+                for item in sorted(self.coming, key=lambda item: self.running.index(item[1])):
+                    self.is_back(item)
+                self.end_writes(math.inf)
+            else:
+                self.preempt(max(self.ready, key=lambda r: r.key))
+            if not self.ready:
+                self.now, self.stall_s = self.now + self.stall, self.stall_s + self.stall
+                return
+        self.manager.copies.take()
         self.steps += 1
-        while not self.manager.step([r.number for r in self.decoding]):
-            self.preempt(self.running[-1])
+        decoding = self.next_decoding
         self.peak = max(self.peak, self.manager.counts.active)
-        chunks, unspent = [], self.config.token_budget - len(self.decoding)
-        for request in self.running:
+        chunks = self.chunks(decoding)
+        ended = [request for request, n in chunks if n == request.left]
+        self.now += self.stall + self.seconds(decoding, chunks, len(ended))
+        self.stall_s, self.stall = self.stall_s + self.stall, 0.0
+        for request, n in chunks:
+            request.computed += n
+            if isinstance(self.manager, HybridPool):
+                self.commit(request)
+        for request in decoding:
+            got = self.verified(request)
+            for _ in range(got):
+                request.computed += 1
+                self.emit(request)
+            if self.k and request in self.running:
+                self.manager.truncate(request.number, request.computed)
+        if isinstance(self.manager, HybridPool):
+            for request in decoding:
+                if request.computed // self.manager.block_size > request.committed // self.manager.block_size:
+                    self.commit(request)
+        for request in decoding:
+            if request.generated == len(request.output):
+                self.commit(request)
+                self.leave(request)
+        for request in ended:
+            self.commit(request)
+            self.emit(request)
+            if request.generated == len(request.output):
+                self.leave(request)
+            else:
+                self.begin(request)
+
+    def begin(self, request: Request) -> None:
+        request.decoding = True
+        self.decoding.append(request)
+
+    @property
+    def next_decoding(self) -> list[Request]:
+        """Who decodes in the next step: nobody, if prompts go first and there are any."""
+        alone = self.config.prefill_first and any(not r.decoding for r in self.ready)
+        return [] if alone else list(self.decoding)
+
+    def make_room(self) -> bool:
+        """For what the step computes, in all sequences or in none."""
+        decoding = [r.number for r in self.next_decoding]
+        if not isinstance(self.manager, HybridPool):
+            return bool(self.manager.step(decoding, 1 + self.k))
+        size, need = self.manager.block_size, 0
+        for number in decoding:
+            length = self.lengths[number]
+            need += -(-(length + 1 + self.k) // size) - -(-length // size)
+        chunks = self.chunks(self.next_decoding)
+        for request, n in chunks:
+            length = self.lengths[request.number]
+            need += max(0, -(-(request.computed + n) // size) - -(-length // size))
+        counts, groups = self.manager.counts, self.manager.num_groups
+        if need * groups > counts.free + counts.cached:
+            return False
+        assert self.manager.grow(decoding, 1 + self.k, {r.number: r.computed + n for r, n in chunks})
+        return True
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Slots of each open sequence of a hybrid pool."""
+        table = next(iter(self.manager._manager.tables.values()))
+        return {r.number: table.num_tokens(r.number) for r in self.running}
+
+    def chunks(self, decoding: list[Request]) -> list[tuple[Request, int]]:
+        """What the budget leaves, to prompts in order."""
+        chunks, unspent = [], self.config.token_budget - len(decoding) * (1 + self.k)
+        for request in self.ready:
             if not request.decoding and unspent > 0:
                 chunks.append((request, min(unspent, request.left)))
                 unspent -= chunks[-1][1]
-        ended = [request for request, n in chunks if n == request.left]
-        self.now += self.seconds(chunks, len(ended))
-        for request, n in chunks:
-            request.computed += n
-        for request in list(self.decoding):
-            request.computed += 1
-            self.emit(request)
-        for request in ended:
-            self.commit(request)
-            request.decoding = True
-            self.decoding.append(request)
-            self.emit(request)
+        return chunks
 
-    def seconds(self, chunks: list[tuple[Request, int]], num_ended: int) -> float:
-        model, num_decoding = self.model, len(self.decoding)
-        tokens = num_decoding + sum(n for _, n in chunks)
-        flops = model.flops_per_token * tokens + model.flops_per_sample * (num_decoding + num_ended)
+    def verified(self, request: Request) -> int:
+        """Tokens of one step: drafts up to the first wrong one, and one more, up to the end."""
+        if self.config.speculation is None:
+            return 1
+        s, length = self.config.speculation, len(request.output)
+        right = np.random.default_rng([s.seed, request.number]).random(length + self.k) < s.accept_rate
+        got = 0
+        while got < self.k and right[request.generated + got]:
+            got += 1
+        got = min(got + 1, length - request.generated)
+        self.drafted += self.k
+        self.accepted += got - 1
+        return got
+
+    def seconds(self, decoding: list[Request], chunks: list[tuple[Request, int]], num_ended: int) -> float:
+        model = self.model
+        prompts = [(r.computed, n) for r, n in chunks]
+        if self.k:
+            prompts += [(r.computed, 1 + self.k) for r in decoding]
+        samples = num_ended + len(decoding) * (1 + self.k)
+        tokens = sum(n for _, n in prompts) + (0 if self.k else len(decoding))
+        flops = model.flops_per_token * tokens + model.flops_per_sample * samples
         weights = model.dense_weight_bytes
         weights += model.expert_weight_bytes * (1 - (1 - model.expert_share) ** tokens)
         kv_s = 0.0
         for layer in self.spec.layers:
             size, window = layer.bytes_per_token(self.spec.dtype), layer.window or 10**9
-            for r, n in chunks:
-                seen = [range(max(0, p + 1 - window), p + 1) for p in range(r.computed, r.computed + n)]
+            for start, n in prompts:
+                seen = [range(max(0, p + 1 - window), p + 1) for p in range(start, start + n)]
                 flops += PREFILL_FLOPS * sum(map(len, seen))
                 kv_s += size * len(set().union(*seen)) / model.kv_bytes_per_s
-            per_token = max(size / model.kv_bytes_per_s, DECODE_FLOPS / model.flops_per_s)
-            kv_s += sum(per_token * min(len(r.prompt) + r.generated, window) for r in self.decoding)
-        return model.launch_s + max(flops / model.flops_per_s, weights / model.weight_bytes_per_s) + kv_s
+            if not self.k:
+                per_token = max(size / model.kv_bytes_per_s, DECODE_FLOPS / model.flops_per_s)
+                kv_s += sum(per_token * min(len(r.prompt) + r.generated, window) for r in decoding)
+        draft_s = self.k * self.config.speculation.draft_s if self.config.speculation and decoding else 0.0
+        once = model.launch_s + max(flops / model.flops_per_s, weights / model.weight_bytes_per_s)
+        return draft_s + once + kv_s
 
     def emit(self, request: Request) -> None:
         request.generated += 1
         request.token_times.append(self.now)
-        if request.generated == len(request.output):
-            self.commit(request)
-            self.leave(request)
 
     def preempt(self, request: Request) -> None:
         self.preemptions += 1
         self.commit(request)
-        self.leave(request)
-        self.waiting.insert(0, request)
+        if self.config.swap is not None and request.computed and self.is_better_swapped(request):
+            out = self.space.swap_out(request.number)
+            assert out is not None
+            self.stall = max(self.stall, self.over_link(len(out.copies.src)) - self.now)
+            self.space.done(out.transfer)
+            self.running.remove(request)
+            if request.decoding:
+                self.decoding.remove(request)
+        else:
+            self.leave(request)
+        self.waiting.append(request)
+
+    def is_better_swapped(self, request: Request) -> bool:
+        swap = self.config.swap
+        assert swap is not None
+        blocks = -(-self.manager.tables.num_tokens(request.number) // self.manager.block_size)
+        if blocks > self.space.counts.free:
+            return False
+        if swap.always:
+            return True
+        budget, nobody = self.config.token_budget, np.empty(0, np.int64)
+        near, far = (self.model.durations(nobody, [(start, budget)])(0) for start in (0, 8192))
+        per_pair = (far - near) / (budget * 8192)
+        per_token = (near - per_pair * budget * (budget + 1) / 2) / budget
+        n, blocks = request.computed, -(-request.computed // self.manager.block_size)
+        both_ways = 2 * (swap.link.latency_s + blocks * swap.bytes_per_block / swap.link.bytes_per_s)
+        return bool(both_ways < n * per_token + per_pair * n * (n + 1) / 2)
 
     def leave(self, request: Request) -> None:
         self.manager.close(request.number)
@@ -161,13 +477,104 @@ class SlowEngine:
         request.decoding = False
 
     def commit(self, request: Request) -> None:
-        start = self.manager.num_committed(request.number)
-        if self.manager.prefix_caching and start < request.computed:
-            self.manager.commit(request.number, request.known[start : request.computed])
+        if self.manager.prefix_caching and request.committed < request.computed:
+            self.manager.commit(request.number, request.known[request.committed : request.computed])
+            request.committed = request.computed
+            if self.tier is not None:
+                self.write(request, self.tier)
 
     @property
     def gaps(self) -> Floats:
         return np.sort(np.concatenate([[], *(np.diff(r.token_times) for r in self.requests)]))
+
+
+class SlowPrefill(SlowEngine):
+    """Computes prompts, and keeps them until they have been fetched."""
+
+    decode: SlowDecode
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.held: list[Request] = []
+        self.released: list[tuple[float, Request]] = []
+
+    @property
+    def ready(self) -> list[Request]:
+        return [r for r in super().ready if r not in self.held]
+
+    @property
+    def events(self) -> list[float]:
+        return super().events + [time_s for time_s, _ in self.released]
+
+    def claim(self, request: Request) -> int:
+        return 0 if request in self.held else request.left
+
+    def receive(self) -> None:
+        for time_s, request in list(self.released):
+            if time_s <= self.now:
+                self.released.remove((time_s, request))
+                self.held.remove(request)
+                self.running.remove(request)
+                self.manager.close(request.number)
+        super().receive()
+
+    def begin(self, request: Request) -> None:
+        self.held.append(request)
+        self.decode.handed.append((self.now, request))
+
+
+class SlowDecode(SlowEngine):
+    """Fetches prompts, and decodes."""
+
+    def __init__(self, prefill: SlowPrefill, transfer: TransferSettings, *args: Any) -> None:
+        super().__init__(*args)
+        self.requests, self.expected, prefill.decode = prefill.requests, [], self
+        self.prefill, self.transfer = prefill, transfer
+        self.handed: list[tuple[float, Request]] = []
+        self.elsewhere: list[Request] = []
+        self.num_seats = 0
+        self.kv_free_s, self.kv_bytes = 0.0, 0
+        self.fetches: list[float] = []
+
+    @property
+    def events(self) -> list[float]:
+        return super().events + [time_s for time_s, _ in self.handed]
+
+    def receive(self) -> None:
+        super().receive()
+        for time_s, request in sorted(self.handed, key=lambda item: (item[0], item[1].number)):
+            if time_s <= self.now:
+                self.handed.remove((time_s, request))
+                request.seat, self.num_seats = self.num_seats, self.num_seats + 1
+                self.elsewhere.append(request)
+                self.waiting.append(request)
+
+    def open(self, request: Request) -> bool:
+        if request not in self.elsewhere:
+            return super().open(request)
+        n, size = len(request.prompt), self.manager.block_size
+        opened = self.manager.open(
+            request.number,
+            request.prompt,
+            max_cached_tokens=n,
+            announce=self.config.coalesce,
+            partial_hits=self.config.partial_hits,
+        )
+        if opened is None:
+            return False
+        self.elsewhere.remove(request)
+        self.note_hit(request, opened.num_cached_tokens)
+        request.computed, request.decoding, request.coming = n, True, True
+        num_bytes = (-(-n // size) - opened.num_cached_tokens // size) * self.transfer.bytes_per_block
+        done_s = self.now
+        if num_bytes:
+            speed = self.transfer.link
+            done_s = max(self.now, self.kv_free_s) + speed.latency_s + num_bytes / speed.bytes_per_s
+            self.kv_free_s, self.kv_bytes = done_s, self.kv_bytes + num_bytes
+        self.fetches.append(done_s - self.now)
+        self.prefill.released.append((done_s, request))
+        self.coming.append((done_s, request, partial(self.commit, request)))
+        return True
 
 
 # ---------------------------------------------------------------- watching the real one
@@ -184,6 +591,24 @@ class WatchedEngine(Engine):
         self.manager.check_invariants()
         counts = self.manager.counts
         assert counts.free + counts.cached + counts.active == self.manager.num_blocks
+
+
+class WatchedPool(HybridPool):
+    """Writes down which sequence opened and closed when."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.log: list[tuple[str, Any]] = []
+
+    def open(self, seq_id: Any, tokens: Any, **options: Any) -> Opened | None:
+        opened = super().open(seq_id, tokens, **options)
+        if opened is not None:
+            self.log.append(("open", seq_id))
+        return opened
+
+    def close(self, seq_id: Any) -> None:
+        super().close(seq_id)
+        self.log.append(("close", seq_id))
 
 
 class WatchedManager(KVCacheManager):
@@ -212,9 +637,9 @@ SLIDING = KVCacheSpec((LayerSpec(1, 8, window=5), LayerSpec(1, 8), LayerSpec(1, 
 ALL_SLIDING = KVCacheSpec.uniform(num_layers=2, num_kv_heads=1, head_dim=8, window=9)
 
 
-def model_of(spec: KVCacheSpec, bound: str) -> StepTimeModel:
+def model_of(spec: KVCacheSpec, bound: str) -> Roofline:
     """Times of about a second a step, in which every part has a visible share."""
-    return StepTimeModel(
+    return Roofline(
         launch_s=0.137,
         weight_bytes_per_s=971.0,
         kv_bytes_per_s=2039.0,
@@ -252,14 +677,25 @@ class Case:
     config: EngineConfig
     watermark: float
     prefix_caching: bool
+    hybrid: bool = False
+    transfer: TransferSettings | None = None
 
-    def manager(self) -> WatchedManager:
+    def manager(self) -> Any:
+        longest = int((self.trace.input_len + self.trace.output_len).max())
+        if self.hybrid:
+            return WatchedPool(
+                replace(self.spec, block_size=self.block_size),
+                self.num_blocks,
+                max_seqs=self.config.max_batch,
+                max_seq_len=longest + self.config.num_drafts,
+                prefix_caching=self.prefix_caching,
+            )
         return WatchedManager(
             self.num_blocks,
             self.block_size,
             max_seqs=self.config.max_batch,
-            max_seq_len=int((self.trace.input_len + self.trace.output_len).max()),
-            prefix_caching=self.prefix_caching,
+            max_seq_len=longest + self.config.num_drafts,
+            policy="lru" if self.prefix_caching else None,
             watermark=self.watermark,
         )
 
@@ -267,8 +703,28 @@ class Case:
         return WatchedEngine(self.trace, self.manager(), model_of(self.spec, self.bound), self.config)
 
     def slow_engine(self) -> SlowEngine:
-        model = model_of(self.spec, self.bound)
-        return SlowEngine(self.trace, self.manager(), model, self.spec, self.config)
+        return SlowEngine(*self.slow_arguments())
+
+    def slow_arguments(self) -> tuple[Any, ...]:
+        return self.trace, self.manager(), model_of(self.spec, self.bound), self.spec, self.config
+
+    def two_engines(self) -> Disaggregated:
+        assert self.transfer is not None
+        pools, model = (self.manager(), self.manager()), model_of(self.spec, self.bound)
+        return Disaggregated(self.trace, pools, model, self.config, self.transfer)
+
+    def two_slow_engines(self) -> tuple[SlowPrefill, SlowDecode]:
+        assert self.transfer is not None
+        prefill = SlowPrefill(*self.slow_arguments())
+        there = replace(self, config=replace(self.config, host_tier=None))
+        decode = SlowDecode(prefill, self.transfer, *there.slow_arguments())
+        while prefill.expected or any(e.waiting or e.running for e in (prefill, decode)) or decode.handed:
+            if prefill.moment <= decode.moment:
+                prefill.turn(decode.moment)
+            else:
+                decode.turn(prefill.moment)
+        prefill.end_writes(math.inf)
+        return prefill, decode
 
 
 def shared_prefixes(rng: np.random.Generator, arrival: Floats, outputs: Sequence[int], longest: int) -> Trace:
@@ -319,6 +775,62 @@ def random_case(seed: int) -> Case:
     )
 
 
+FEATURES = (
+    "queue",
+    "prefill_first",
+    "coalesce",
+    "partial_hits",
+    "swap",
+    "host_tier",
+    "speculation",
+    "sessions",
+)
+
+
+def with_features(case: Case, seed: int, chosen: Sequence[str]) -> Case:
+    """The case with these features switched on, of random strength."""
+    rng = np.random.default_rng([seed, 7])
+    trace, config, num_blocks = case.trace, case.config, case.num_blocks
+    num = len(trace)
+    options: dict[str, Any] = {}
+    if "queue" in chosen:
+        options["queue"] = QUEUES[1 + int(rng.integers(len(QUEUES) - 1))]
+        trace = replace(trace, priority=rng.integers(-1, 2, num), deadline_s=rng.random(num) * 100)
+    if "coalesce" in chosen:
+        trace = replace(trace, arrival_s=trace.arrival_s[np.arange(num) // 4 * 4])
+    if "sessions" in chosen:
+        session = rng.integers(-1, 3, num).astype(np.int32)
+        think_s = np.where((session >= 0) & (rng.random(num) < 0.8), rng.random(num) * 20, np.nan)
+        trace = replace(trace, session=session, think_s=think_s)
+    options |= {name: True for name in ("prefill_first", "coalesce", "partial_hits") if name in chosen}
+    if "swap" in chosen:
+        longest = int((trace.input_len + trace.output_len).max())
+        # a pool for the longest request and little more, so that somebody is preempted
+        needed = int((-(-(trace.input_len + trace.output_len - 1) // case.block_size)).max())
+        num_blocks = min(num_blocks, needed + int(rng.choice([0, 1, needed // 2])))
+        hosted = int(rng.choice([1, 2, 5])) * -(-longest // case.block_size)
+        speed = LinkSpeed(float(rng.choice([50.0, 1000.0, 1e5])), float(rng.choice([0.0, 0.1])))
+        options["swap"] = SwapSettings(hosted, 64 * case.block_size, speed, always=bool(rng.random() < 0.6))
+    if "host_tier" in chosen:
+        speed = LinkSpeed(float(rng.choice([300.0, 1000.0, 1e5])), float(rng.choice([0.0, 0.1])))
+        speed = options["swap"].link if "swap" in options else speed
+        hosted = int(rng.choice([1, 3, 20, 200]))
+        options["host_tier"] = HostTierSettings(hosted, 64 * case.block_size, speed)
+    if "speculation" in chosen:
+        rate, drafts = float(rng.choice([0.0, 0.4, 0.9, 1.0])), int(rng.integers(1, 5))
+        options["speculation"] = Speculation(drafts, rate, seed, draft_s=float(rng.choice([0.0, 0.013])))
+        options["token_budget"] = config.token_budget + config.max_batch * drafts
+        num_blocks += -(-drafts // case.block_size)
+    return replace(case, trace=trace, config=replace(config, **options), num_blocks=num_blocks)
+
+
+def random_features(seed: int) -> Case:
+    """A random case with some of the features."""
+    rng = np.random.default_rng([seed, 8])
+    chosen = [name for name in FEATURES if rng.random() < 0.4]
+    return with_features(random_case(seed), seed, chosen)
+
+
 def expanded_gaps(records: Records) -> Floats:
     seconds, counts = records.gaps()
     return np.sort(np.repeat(seconds, counts))
@@ -331,27 +843,112 @@ def assert_close(found: Any, expected: Any) -> None:
 # ---------------------------------------------------------------- fast equals slow
 
 
+def assert_fast_is_slow(case: Case, context: str) -> tuple[WatchedEngine, SlowEngine]:
+    """Times to 1e-9, and every count exactly."""
+    fast, slow = case.engine(), case.slow_engine()
+    records = fast.run()
+    slow.run()
+    assert records.num_preemptions == slow.preemptions, context
+    assert fast.manager.stats() == slow.manager.stats(), context
+    assert fast.manager.log == slow.manager.log, context  # type: ignore[union-attr]
+    assert records.occupancy.peak_active_blocks == slow.peak, context
+    assert records.hit_tokens == slow.hit_tokens, context
+    assert (records.drafted_tokens, records.accepted_tokens) == (slow.drafted, slow.accepted), context
+    assert sum(s.num_steps for s in records.steps) == slow.steps, context
+    expected: dict[str, tuple[Any, Any]] = {
+        "first": (records.first_token_s, [r.token_times[0] for r in slow.requests]),
+        "last": (records.finish_s, [r.token_times[-1] for r in slow.requests]),
+        "gaps": (expanded_gaps(records), slow.gaps),
+        "arrival": (records.arrival_s, [r.comes_s for r in slow.requests]),
+        "stall": (records.stall_s, slow.stall_s),
+    }
+    for name, (found, wanted) in expected.items():
+        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9, err_msg=f"{name}, {context}")
+    if fast.host.link is not None:
+        assert fast.host.link.num_bytes == slow.link_bytes, context
+    if fast.host.tier is not None and slow.tier is not None:
+        assert fast.host.tier.pool.stats() == slow.tier.stats(), context
+        assert (fast.host.tier.num_stored, fast.host.tier.num_loaded) == (slow.stored, slow.loaded), context
+    if fast.host.swapper is not None:
+        assert fast.host.swapper.space.stats() == slow.space.stats(), context
+        fast.host.swapper.space.check_invariants()
+    return fast, slow
+
+
 @pytest.mark.parametrize("first_seed", range(0, 400, 40))
 def test_jumping_over_tokens_gives_what_single_steps_give(first_seed: int) -> None:
-    """Times to 1e-9, and every count exactly, over 40 random cases."""
+    """Over 40 random cases."""
     for seed in range(first_seed, first_seed + 40):
-        case = random_case(seed)
-        fast, slow = case.engine(), case.slow_engine()
+        assert_fast_is_slow(random_case(seed), f"seed {seed}")
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_so_it_is_with_each_feature(feature: str) -> None:
+    """Over 60 random cases, with one thing switched on."""
+    for seed in range(1000, 1060):
+        assert_fast_is_slow(with_features(random_case(seed), seed, [feature]), f"{feature}, seed {seed}")
+
+
+def hybrid_case(seed: int) -> Case:
+    """A random case over the hybrid manager, perhaps with features that it has."""
+    rng = np.random.default_rng([seed, 9])
+    case = replace(random_case(seed), spec=(SLIDING, ALL_SLIDING)[int(rng.integers(2))], hybrid=True)
+    groups = 3 if case.spec is SLIDING else 1
+    offered = ("queue", "prefill_first", "sessions", "speculation")
+    case = with_features(case, seed, [name for name in offered if rng.random() < 0.25])
+    return replace(case, num_blocks=groups * case.num_blocks)
+
+
+@pytest.mark.parametrize("first_seed", range(0, 120, 40))
+def test_so_it_is_with_a_hybrid_pool(first_seed: int) -> None:
+    """Over 40 random cases of layers with windows."""
+    for seed in range(first_seed, first_seed + 40):
+        assert_fast_is_slow(hybrid_case(seed), f"seed {seed}")
+
+
+def disaggregated_case(seed: int) -> Case:
+    """A random case with a link between two pools, perhaps with features."""
+    rng = np.random.default_rng([seed, 10])
+    case = random_features(seed) if rng.random() < 0.6 else random_case(seed)
+    speed = LinkSpeed(float(rng.choice([70.0, 1500.0, 1e6])), float(rng.choice([0.0, 0.21])))
+    return replace(case, transfer=TransferSettings(speed, 64 * case.block_size))
+
+
+@pytest.mark.parametrize("first_seed", range(0, 200, 40))
+def test_so_it_is_with_prefill_and_decode_apart(first_seed: int) -> None:
+    """Over 40 random cases of two engines, whose clocks run together in both."""
+    for seed in range(first_seed, first_seed + 40):
+        case, context = disaggregated_case(seed), f"seed {seed}"
+        fast = case.two_engines()
         records = fast.run()
-        slow.run()
-        context = f"seed {seed}"
-        assert records.num_preemptions == slow.preemptions, context
-        assert fast.manager.stats() == slow.manager.stats(), context
-        assert fast.manager.log == slow.manager.log, context  # type: ignore[attr-defined]
-        assert records.occupancy.peak_active_blocks == slow.peak, context
-        assert sum(s.num_steps for s in records.steps) == slow.steps, context
-        np.testing.assert_allclose(
-            records.first_token_s, [r.token_times[0] for r in slow.requests], rtol=1e-9, err_msg=context
-        )
-        np.testing.assert_allclose(
-            records.finish_s, [r.token_times[-1] for r in slow.requests], rtol=1e-9, err_msg=context
-        )
-        np.testing.assert_allclose(expanded_gaps(records), slow.gaps, rtol=1e-9, err_msg=context)
+        prefill, decode = case.two_slow_engines()
+        for found, wanted in ((fast.prefill, prefill), (fast.decode, decode)):
+            assert found.manager.counts.active == 0, context
+            assert found.manager.stats() == wanted.manager.stats(), context
+            assert found.manager.log == wanted.manager.log, context  # type: ignore[union-attr]
+            assert found.records.num_preemptions == wanted.preemptions, context
+            assert found.records.occupancy.peak_active_blocks == wanted.peak, context
+            assert sum(s.num_steps for s in found.records.steps) == wanted.steps, context
+        assert records.hit_tokens == prefill.hit_tokens, context
+        if fast.prefill.host.tier is not None:
+            assert fast.prefill.host.tier.num_loaded == prefill.loaded, context
+        assert fast.num_hit_tokens_not_sent == decode.hit_tokens, context
+        assert fast.decode.link.num_bytes == decode.kv_bytes, context
+        expected: dict[str, tuple[Any, Any]] = {
+            "first": (records.first_token_s, [r.token_times[0] for r in decode.requests]),
+            "last": (records.finish_s, [r.token_times[-1] for r in decode.requests]),
+            "gaps": (expanded_gaps(records), decode.gaps),
+            "fetches": (records.transfer_s, decode.fetches),
+        }
+        for name, (times, slow_times) in expected.items():
+            np.testing.assert_allclose(times, slow_times, rtol=1e-9, atol=1e-9, err_msg=f"{name}, {context}")
+
+
+@pytest.mark.parametrize("first_seed", range(0, 300, 50))
+def test_and_with_features_together(first_seed: int) -> None:
+    """Over 50 random combinations."""
+    for seed in range(first_seed, first_seed + 50):
+        assert_fast_is_slow(random_features(seed), f"seed {seed}")
 
 
 def test_the_random_cases_reach_what_they_are_for() -> None:
@@ -367,6 +964,34 @@ def test_the_random_cases_reach_what_they_are_for() -> None:
         jumping += any(s.num_steps > 5 for s in records.steps)
         prefilling_jump += any(s.num_steps > 1 and s.num_prefill_tokens for s in records.steps)
     assert min(preempting, resumed, hitting, evicting, jumping, prefilling_jump) >= 4
+
+
+def test_the_random_features_reach_what_they_are_for() -> None:
+    """Each of them does something in several of the cases, and in several ways."""
+    reached: dict[str, int] = {}
+    for feature in FEATURES[1:]:
+        for seed in range(1000, 1060):
+            case = with_features(random_case(seed), seed, [feature])
+            engine = case.engine()
+            records = engine.run()
+            assert records.arrival_s is not None
+            swapper = engine.host.swapper
+            what = {
+                "swapped": records.num_swapped_out > 0,
+                "swapped or not": 0 < records.num_swapped_out < records.num_preemptions,
+                "stalled": records.stall_s > 0,
+                "still cached": swapper is not None and swapper.space.stats().hit_blocks > 0,
+                "loaded": engine.host.tier is not None and engine.host.tier.num_loaded > 0,
+                "coalesced": records.num_coalesced > 0,
+                "partly hit": records.partial_hit_tokens > 0,
+                "right": records.accepted_tokens > 0,
+                "wrong": records.drafted_tokens > records.accepted_tokens,
+                "came later": bool((records.arrival_s > case.trace.arrival_s).any()),
+                "waited": feature == "prefill_first" and any(s.num_late for s in records.steps),
+            }
+            for name, happened in what.items():
+                reached[name] = reached.get(name, 0) + happened
+    assert min(reached.values()) >= 4, reached
 
 
 def lengths_case(
@@ -481,9 +1106,9 @@ def test_admission_is_first_come_first_served_and_the_preempted_come_back_first(
     engine.run()
     running: set[int] = set()
     pending, generations = set(range(len(case.trace))), 0
-    closes = [request for what, request in engine.manager.log if what == "close"]  # type: ignore[attr-defined]
+    closes = [request for what, request in engine.manager.log if what == "close"]  # type: ignore[union-attr]
     left = {request: closes.count(request) for request in pending}
-    for what, request in engine.manager.log:  # type: ignore[attr-defined]
+    for what, request in engine.manager.log:  # type: ignore[union-attr]
         if what == "open":
             assert request == min(pending)
             pending.remove(request)
@@ -689,10 +1314,10 @@ def test_other_processes_and_hash_seeds_give_the_same_bytes() -> None:
     """Nothing depends on the order of a set or on an address."""
     code = (
         "import hashlib, sys\n"
-        "from pagedkv.sim.gpus import load_gpu\n"
-        "from pagedkv.sim.models import load_model\n"
+        "from pagedkv.sim.timing.gpus import load_gpu\n"
+        "from pagedkv.sim.timing.models import load_model\n"
         "from pagedkv.sim.replay import ReplaySetup, run_replay\n"
-        "from pagedkv.sim.report import replay_document, to_json\n"
+        "from pagedkv.sim.output.report import replay_document, to_json\n"
         "from pagedkv.sim.workload import chat_long\n"
         "setup = ReplaySetup(load_model('llama-3.1-8b'), load_gpu('h100'), num_blocks=9_000)\n"
         "text = to_json(replay_document(run_replay(chat_long(80, seed=5), setup)))\n"

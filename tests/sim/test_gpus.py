@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagedkv.errors import SpecError
-from pagedkv.sim.gpus import GPU, gpu_names, load_gpu
+from pagedkv.sim.timing.gpus import GPU, gpu_names, load_gpu
 
 # the one capacity that a driver reports in decimal units
 DECIMAL_CAPACITY = "B300 SXM"
@@ -25,6 +25,7 @@ def test_an_h100_has_its_published_figures_in_base_units() -> None:
         fp8_flops=1979e12,
         int8_ops=1979e12,
         source=gpu.source,
+        architecture="Hopper",
     )
 
 
@@ -61,6 +62,8 @@ def test_every_name_finds_itself_however_it_is_written(name: str) -> None:
 def test_every_row_is_plausible_and_says_where_it_comes_from(name: str) -> None:
     gpu = load_gpu(name)
     assert gpu.source
+    assert gpu.architecture
+    assert gpu.rates is None
     assert 2**34 <= gpu.memory_bytes <= 2**39
     assert 1e11 < gpu.bandwidth < 1e13
     assert gpu.l2_bytes is None or 2**22 < gpu.l2_bytes < gpu.memory_bytes

@@ -10,10 +10,18 @@ from hypothesis import strategies as st
 
 from pagedkv.block_pool import BlockCounts
 from pagedkv.manager import KVCacheManager
-from pagedkv.sim.engine import Engine, EngineConfig
-from pagedkv.sim.metrics import FORMULAS, PERCENTILES, BlockUse, Distribution, Summary, bytes_of, summarize
-from pagedkv.sim.records import Occupancy, Records, Steps
-from pagedkv.sim.step_time import StepTimeModel
+from pagedkv.sim.engine.engine import Engine, EngineConfig
+from pagedkv.sim.output.metrics import (
+    FORMULAS,
+    PERCENTILES,
+    BlockUse,
+    Distribution,
+    Summary,
+    bytes_of,
+    summarize,
+)
+from pagedkv.sim.output.records import Occupancy, Records, Steps
+from pagedkv.sim.timing.step_time import StepTimeModel
 from pagedkv.sim.trace import Trace
 from pagedkv.sim.workload import chat_long
 from pagedkv.spec import KVCacheSpec

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from pagedkv.errors import SpecError
-from pagedkv.sim.models import Model, load_model, model_names, model_source
+from pagedkv.sim.timing.models import Model, load_model, model_names, model_source
 
 
 class Facts(NamedTuple):

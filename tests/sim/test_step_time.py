@@ -1,4 +1,4 @@
-"""The step-time model, against arithmetic written out by hand."""
+"""The roofline, against arithmetic written out by hand."""
 
 import math
 import re
@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv.errors import PagedKVError, SpecError
-from pagedkv.sim.gpus import gpu_names, load_gpu
-from pagedkv.sim.models import load_model
-from pagedkv.sim.step_time import AttentionGroup, Contexts, Efficiency, StepTimeModel
+from pagedkv.sim.timing.gpus import gpu_names, load_gpu
+from pagedkv.sim.timing.models import load_model
+from pagedkv.sim.timing.roofline import Roofline
+from pagedkv.sim.timing.step_time import AttentionGroup, Contexts, Efficiency
 from pagedkv.spec import KVCacheSpec, LayerSpec
 
 LLAMA_KV_PER_TOKEN = 32 * 2 * 8 * 128 * 2  # layers, K and V, KV heads, head dim, bytes of bf16
@@ -25,12 +26,12 @@ def contexts(*values: int) -> Contexts:
     return np.array(values, np.int64)
 
 
-def of_rates(spec: KVCacheSpec | None = None) -> StepTimeModel:
-    return StepTimeModel.from_rates(WEIGHTS, BANDWIDTH, spec)
+def of_rates(spec: KVCacheSpec | None = None) -> Roofline:
+    return Roofline.from_rates(WEIGHTS, BANDWIDTH, spec)
 
 
-def of_model(name: str, gpu: str = "h100", **options: Any) -> StepTimeModel:
-    return StepTimeModel.from_gpu(load_model(name), load_gpu(gpu), **options)
+def of_model(name: str, gpu: str = "h100", **options: Any) -> Roofline:
+    return Roofline.from_gpu(load_model(name), load_gpu(gpu), **options)
 
 
 class TestWorkedExamples:
@@ -70,12 +71,12 @@ class TestWorkedExamples:
         assert model.kv_bytes(contexts(4096)) == 4096 * 60 * 576 * 2
 
     def test_every_part_of_a_gpu_s_step_is_its_size_over_its_achieved_rate(self) -> None:
-        """Llama-3.1-8B on an H100, one sequence: launches, weights without the embedding, KV."""
+        """Llama-3.1-8B on a B200, one sequence: launches, weights without the embedding, KV."""
         params = load_model("llama-3.1-8b").params_total - 128_256 * 4096
         launch = 32 * 60e-6
-        weights = params * 2 / (3.35e12 * 0.92)
-        kv = 5000 * LLAMA_KV_PER_TOKEN / (3.35e12 * 0.90)
-        assert of_model("llama-3.1-8b").decode_s(contexts(5000)) == pytest.approx(
+        weights = params * 2 / (8e12 * 0.92)
+        kv = 5000 * LLAMA_KV_PER_TOKEN / (8e12 * 0.90)
+        assert of_model("llama-3.1-8b", "b200").decode_s(contexts(5000)) == pytest.approx(
             launch + weights + kv, rel=1e-12
         )
 
@@ -89,10 +90,11 @@ class TestWorkedExamples:
     def test_the_published_point_that_set_the_launch_cost_is_met(self) -> None:
         """8 requests of 1,024 + 512 tokens on an H100: weights 4.87, KV 0.45 and launches 1.92 ms."""
         middle = contexts(*[1024 + 256] * 8)
-        model = of_model("llama-3.1-8b")
+        model = of_model("llama-3.1-8b", efficiency=Efficiency())
         assert model.weight_bytes(8) / model.weight_bytes_per_s == pytest.approx(4.87e-3, abs=5e-6)
         assert model.kv_bytes(middle) / model.kv_bytes_per_s == pytest.approx(0.45e-3, abs=5e-6)
         assert model.decode_s(middle) == pytest.approx(7.42e-3 - 0.19e-3, rel=0.005)
+        assert of_model("llama-3.1-8b").decode_s(middle) == pytest.approx(7.42e-3 - 0.19e-3, rel=0.005)
 
 
 class TestGrowth:
@@ -212,7 +214,7 @@ class TestExperts:
 
 
 class TestComputeBound:
-    MODEL = StepTimeModel(
+    MODEL = Roofline(
         launch_s=0.5,
         weight_bytes_per_s=10.0,
         kv_bytes_per_s=1.0,
@@ -264,7 +266,7 @@ class TestComputeBound:
 
     def test_mla_decode_attention_takes_the_longer_of_its_bytes_and_its_flops(self) -> None:
         """On an H200, 242 FLOP per byte are more than the chip has: compute counts, not bandwidth."""
-        model = StepTimeModel.from_gpu(load_model("deepseek-v3"), load_gpu("h200"))
+        model = of_model("deepseek-v3", "h200", efficiency=Efficiency())
         flops = 2 * 128 * (576 + 512) * 61 * 32_768 * 64
         assert model.decode_kv_s(contexts(*[32_768] * 64)) == pytest.approx(flops / (989e12 * 0.78))
         assert flops / (989e12 * 0.78) > model.kv_bytes(contexts(*[32_768] * 64)) / (4.8e12 * 0.9)
@@ -300,11 +302,12 @@ class TestErrors:
         with pytest.raises(SpecError, match=f"{name}.*{value}"):
             Efficiency(**{name: value})
 
+    @pytest.mark.parametrize("name", ["launch_s_per_layer", "per_sequence_s"])
     @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf])
-    def test_a_launch_time_that_is_no_time_is_refused(self, value: float) -> None:
+    def test_a_launch_time_that_is_no_time_is_refused(self, name: str, value: float) -> None:
         """Negative, NaN and infinite: a clock that adds one of them never recovers."""
-        with pytest.raises(SpecError, match="launch_s_per_layer"):
-            Efficiency(launch_s_per_layer=value)
+        with pytest.raises(SpecError, match=name):
+            Efficiency(**{name: value})
 
     def test_extreme_shares_are_allowed(self) -> None:
         """The bounds: a full peak, and no launch cost."""
@@ -315,7 +318,7 @@ class TestErrors:
         unknown = [name for name in gpu_names() if load_gpu(name).fp16_flops is None]
         gpu = load_gpu(unknown[0]) if unknown else replace(load_gpu("h100"), fp16_flops=None)
         with pytest.raises(SpecError, match=f"{re.escape(gpu.name)}.*--tflops"):
-            StepTimeModel.from_gpu(load_model("llama-3.1-8b"), gpu)
+            Roofline.from_gpu(load_model("llama-3.1-8b"), gpu)
 
     @pytest.mark.parametrize(
         ("weight_bytes", "bandwidth"), [(14e9, 0.0), (14e9, -1.0), (-1.0, 8e11), (math.nan, 8e11)]
@@ -323,4 +326,4 @@ class TestErrors:
     def test_rates_that_make_no_sense_are_refused(self, weight_bytes: float, bandwidth: float) -> None:
         """Not a ZeroDivisionError later, and no negative seconds."""
         with pytest.raises(PagedKVError):
-            StepTimeModel.from_rates(weight_bytes, bandwidth)
+            Roofline.from_rates(weight_bytes, bandwidth)

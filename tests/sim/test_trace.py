@@ -155,6 +155,51 @@ class TestTrace:
         with pytest.raises(TraceError, match=message):
             small(**changes)
 
+    def test_what_nobody_states_of_requests_has_its_default(self) -> None:
+        trace = small()
+        assert (trace.session.tolist(), trace.adapter.tolist(), trace.priority.tolist()) == (
+            [-1, -1],
+            [-1, -1],
+            [0, 0],
+        )
+        assert np.isnan(trace.think_s).all() and np.isinf(trace.deadline_s).all()
+        assert trace.session.dtype == trace.adapter.dtype == np.int32 and trace.priority.dtype == np.int64
+        with pytest.raises(ValueError, match="read-only"):
+            trace.priority[0] = 1
+
+    def test_head_and_faster_keep_what_is_stated_of_requests(self) -> None:
+        stated: dict[str, Any] = {
+            "session": [4, 4],
+            "think_s": [np.nan, 2.0],
+            "deadline_s": [1.0, 3.0],
+            "priority": [7, -7],
+            "adapter": [1, 0],
+        }
+        trace = small(**stated, adapter_names=("a", "b"), notes=("as told",))
+        for other in (trace.head(2), trace.faster(2.0)):
+            for name, values in stated.items():
+                assert np.array_equal(getattr(other, name), values, equal_nan=True), name
+            assert (other.adapter_names, other.notes) == (("a", "b"), ("as told",))
+        assert trace.head(1).priority.tolist() == [7]
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"session": [0]}, "columns must have one length"),
+            ({"session": [0, -2]}, "session is wrong at 1: got -2"),
+            ({"think_s": [np.nan, 1.0]}, "think_s .without a session. is wrong at 1"),
+            ({"think_s": [np.nan, -1.0], "session": [0, 0]}, "think_s is wrong at 1: got -1.0"),
+            ({"deadline_s": [1.0, np.nan]}, "deadline_s is wrong at 1: got nan"),
+            ({"adapter": [0, -1]}, "adapter is wrong at 0: got 0"),
+            ({"priority": [0.5, 1.0]}, "priority must hold int64 values, got float64"),
+        ],
+    )
+    def test_statements_about_requests_that_contradict_are_refused(
+        self, changes: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(TraceError, match=message):
+            small(**changes)
+
     def test_a_trace_without_requests_is_refused(self) -> None:
         with pytest.raises(TraceError, match="at least one request"):
             Trace.from_lengths([], [], [])

@@ -1,0 +1,1 @@
+"""The engine loop: what runs in which step, over a real manager."""

@@ -1,0 +1,167 @@
+"""What the engine asks of a manager, answered by the hybrid one: blocks outside a window are given back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pagedkv.arithmetic import div_ceil
+from pagedkv.block_pool import BlockCounts
+from pagedkv.copies import PendingCopies
+from pagedkv.errors import PagedKVError
+from pagedkv.hybrid import HybridKVCacheManager, bytes_per_block, groups_for
+from pagedkv.manager import Opened
+from pagedkv.page_table import Int64Array, SeqId
+from pagedkv.spec import KVCacheSpec
+from pagedkv.stats import ManagerStats
+
+
+class HybridPool:
+    """A `HybridKVCacheManager` of a model's layers. A block is of one group of layers, and so is a slot.
+
+    A prompt takes room chunk by chunk; what no later token sees is given back when it is committed, after
+    each chunk and then whenever a block is full. There is no watermark.
+
+    >>> from pagedkv.spec import LayerSpec
+    >>> local, full = LayerSpec(1, 8, window=32), LayerSpec(1, 8)
+    >>> pool = HybridPool(KVCacheSpec((local, full)), num_blocks=20, max_seqs=4, max_seq_len=160)
+    >>> pool.open("a", range(160)), pool.counts.active
+    (Opened(num_tokens=1, num_cached_tokens=0), 2)
+    >>> pool.grow([], 1, {"a": 160}), pool.counts.active
+    (True, 20)
+    >>> pool.commit("a", range(160)); pool.counts.active
+    12
+    """
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        num_blocks: int,
+        *,
+        max_seqs: int,
+        max_seq_len: int,
+        prefix_caching: bool = True,
+    ) -> None:
+        """Make the manager; ``SpecError`` if the layers do not share blocks of one size."""
+        self._manager = HybridKVCacheManager(
+            groups_for(spec),
+            num_blocks,
+            spec.block_size,
+            max_seqs=max_seqs,
+            max_seq_len=max_seq_len,
+            prefix_caching=prefix_caching,
+        )
+        self.num_blocks = num_blocks
+        self.block_size = spec.block_size
+        self.max_seq_len = max_seq_len
+        self.prefix_caching = prefix_caching
+        self.num_groups = len(self._manager.groups)
+        self._table = next(iter(self._manager.tables.values()))  # all of them agree about lengths
+        self._queried_blocks = self._hit_blocks = 0
+
+    @property
+    def counts(self) -> BlockCounts:
+        """Free, cached and active blocks of all groups."""
+        return self._manager.counts
+
+    @property
+    def copies(self) -> PendingCopies:
+        """Blocks to copy before anything else is written."""
+        return self._manager.copies
+
+    @property
+    def used_slots(self) -> int:
+        """Slots of active blocks with a token: all but those behind the end of a sequence, in each group."""
+        unused = int((-self._table.seq_len % self.block_size).sum())
+        return self.counts.active * self.block_size - unused * self.num_groups
+
+    def open(
+        self, seq_id: SeqId, tokens: Any, *, announce: bool = False, partial_hits: bool = False
+    ) -> Opened | None:
+        """Open a sequence with its hit and room for a token, see ``grow``; None if it does not fit now.
+
+        ``PagedKVError`` for the two options, which this manager does not have.
+        """
+        if announce or partial_hits:
+            raise PagedKVError("the hybrid manager has neither announced prompts nor partial hits")
+        opened = self._manager.open(seq_id, tokens, max_fresh_tokens=1)
+        if opened is not None:
+            self._queried_blocks += len(tokens) // self.block_size
+            self._hit_blocks += opened.num_cached_tokens // self.block_size
+        return opened
+
+    def grow(self, decoding: list[Any], num_tokens: int, prefilling: Mapping[Any, int]) -> bool:
+        """Make room for ``num_tokens`` more of those that decode and so many in all of those that prefill.
+
+        In all of them, or in none and False when the blocks are not available now.
+        """
+        table, size = self._table, self.block_size
+        lens = table.seq_len[table.rows([*decoding, *prefilling])]
+        wanted = lens + num_tokens
+        wanted[len(decoding) :] = list(prefilling.values())
+        wanted = np.maximum(lens, wanted)
+        counts = self.counts
+        need = self.num_groups * int((div_ceil(wanted, size) - div_ceil(lens, size)).sum())
+        if need > counts.free + counts.cached or not self._manager.step(decoding, num_tokens):
+            return False
+        for request, more in zip(prefilling, (wanted - lens)[len(decoding) :].tolist(), strict=True):
+            grown = self._manager.append(request, more)
+            assert grown  # the blocks were counted
+        return True
+
+    def most_blocks(self, num_tokens: int, chunk: int) -> int:
+        """Blocks that a sequence of so many tokens ever holds, if it is computed in chunks of this size."""
+        groups, size = self._manager.groups, self.block_size
+        held = sum(group.held_blocks(num_tokens, size) for group in groups)
+        whole = self.num_groups * div_ceil(num_tokens, size)
+        return min(whole, held + self.num_groups * (div_ceil(chunk, size) + 1))
+
+    def commit(self, seq_id: SeqId, tokens: Any) -> None:
+        """As ``HybridKVCacheManager.commit``."""
+        self._manager.commit(seq_id, tokens)
+
+    def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
+        """As ``HybridKVCacheManager.truncate``."""
+        self._manager.truncate(seq_id, num_tokens)
+
+    def close(self, seq_id: SeqId) -> None:
+        """As ``HybridKVCacheManager.close``."""
+        self._manager.close(seq_id)
+
+    def steps_until_full(self, lens: Int64Array) -> int:
+        """Steps until one of these sequences [n] has a full block: that is when it must be committed."""
+        return int((self.block_size - lens % self.block_size).min())
+
+    def check_invariants(self) -> None:
+        """Raise ``AssertionError`` if any two parts disagree."""
+        self._manager.check_invariants()
+
+    def stats(self) -> ManagerStats:
+        """The counters in the words of the plain manager; nothing is ever fenced or pinned here."""
+        stats = self._manager.stats()
+        return ManagerStats(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            free_blocks=stats.free_blocks,
+            cached_blocks=stats.cached_blocks,
+            active_blocks=stats.active_blocks,
+            fenced_blocks=0,
+            pinned_blocks=0,
+            used_slots=self.used_slots,
+            indexed_blocks=stats.num_nodes,
+            num_seqs=stats.num_seqs,
+            num_opened=stats.num_opened,
+            queried_tokens=stats.queried_tokens,
+            hit_tokens=stats.hit_tokens,
+            queried_blocks=self._queried_blocks,
+            hit_blocks=self._hit_blocks,
+            evicted_blocks=stats.evicted_blocks,
+            copied_blocks=stats.copied_blocks,
+        )
+
+
+def hybrid_block_bytes(spec: KVCacheSpec) -> int:
+    """Bytes of a block of the hybrid pool of these layers."""
+    return bytes_per_block(spec, groups_for(spec))

@@ -1,0 +1,46 @@
+"""What an engine takes its blocks from: the manager, or the hybrid one behind the same words."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagedkv.arithmetic import div_ceil
+from pagedkv.errors import NeverFits, PagedKVError
+from pagedkv.manager import KVCacheManager
+from pagedkv.sim.engine.engine_config import EngineConfig
+from pagedkv.sim.engine.hybrid_pool import HybridPool
+from pagedkv.sim.trace import Trace
+
+Pool = KVCacheManager | HybridPool
+"""Decides which blocks hold which sequence, and counts them."""
+
+
+def plain(pool: Pool) -> KVCacheManager:
+    """The manager that can swap, announce and fetch; ``PagedKVError`` if it is the hybrid one."""
+    if isinstance(pool, HybridPool):
+        raise PagedKVError("a hybrid pool can neither swap, coalesce, hit parts of blocks nor disaggregate")
+    return pool
+
+
+def groups_of(pool: Pool) -> int:
+    """In how many groups of layers each token takes a slot."""
+    return pool.num_groups if isinstance(pool, HybridPool) else 1
+
+
+def require_all_fit(trace: Trace, pool: Pool, config: EngineConfig) -> None:
+    """Refuse a trace with a request that this pool can never hold, before anything runs.
+
+    The last token takes no slot; drafts do while a request decodes. Raises ``NeverFits``.
+    """
+    total = trace.input_len + trace.output_len - 1 + np.where(trace.output_len > 1, config.num_drafts, 0)
+    worst = int(total.argmax())
+    tokens = int(total[worst])
+    blocks = div_ceil(tokens, pool.block_size)
+    if isinstance(pool, HybridPool):
+        blocks = pool.most_blocks(tokens, config.token_budget)
+    if blocks > pool.num_blocks or tokens > pool.max_seq_len:
+        raise NeverFits(
+            f"request {worst + 1} of {trace.name} needs {blocks} blocks of {pool.block_size} tokens, "
+            f"the pool has {pool.num_blocks} and a sequence at most {pool.max_seq_len} tokens: "
+            "give it more blocks (--num-blocks, or --gpu-memory and a smaller --kv-dtype)"
+        )

@@ -1,0 +1,1 @@
+"""Many replays: a grid of options, on processes, Dask or Ray, resumable."""

@@ -1,0 +1,1 @@
+"""Synthetic workloads: arrivals, lengths and what prompts share, drawn from a seed."""

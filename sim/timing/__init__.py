@@ -1,0 +1,1 @@
+"""How long a step takes: models of hardware, measured tables, calibration."""

@@ -1,0 +1,1 @@
+"""The step-time models against measured runs, kernels and rates."""
