@@ -9,8 +9,9 @@ from torch import Tensor
 
 from pagedkv.arithmetic import div_ceil
 from pagedkv.errors import PagedKVError, SequenceError
-from pagedkv.manager import KVCacheManager, Opened
+from pagedkv.manager import KVCacheManager
 from pagedkv.namespace import Media, Namespace
+from pagedkv.opened import Opened
 from pagedkv.page_table import SeqId
 from pagedkv.spec import KVCacheSpec
 from pagedkv.storage import KVPair, KVStorage, LayerKV, Layout

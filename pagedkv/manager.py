@@ -1,7 +1,7 @@
 """The manager: sequences over a block pool, with exact prefix reuse, copy-on-write and eviction."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from pagedkv.fences import Fences
 from pagedkv.invariants import check_invariants
 from pagedkv.maintenance import Maintenance
 from pagedkv.namespace import Media, Namespace
+from pagedkv.opened import Lookup, Opened
 from pagedkv.page_table import Int32Array, PageTable, SeqId
 from pagedkv.policies import EvictionPolicy, make_policy
 from pagedkv.policies.residency import Residency
@@ -25,27 +26,6 @@ from pagedkv.retention import Retention
 from pagedkv.sequences import Sequences
 from pagedkv.stats import ManagerStats, OpenCounters
 from pagedkv.tails import unused_slots
-
-
-class Opened(NamedTuple):
-    """Result of ``open``: the first ``num_cached_tokens`` of ``num_tokens`` need no prefill."""
-
-    num_tokens: int
-    num_cached_tokens: int
-
-
-class Lookup(NamedTuple):
-    """What ``open`` would find: nothing is held, so the next call may change it.
-
-    ``num_coming_tokens`` more than the ``num_cached_tokens`` are being computed by a sequence that was
-    opened with ``announce=True``: who waits until they are committed need not compute them again.
-    ``fits``: whether ``open``, and then the growth that was asked for, would fit now if nobody else grew.
-    """
-
-    num_tokens: int
-    num_cached_tokens: int
-    num_coming_tokens: int
-    fits: bool
 
 
 class KVCacheManager:

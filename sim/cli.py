@@ -15,6 +15,9 @@ EXAMPLES = """examples:
   pagedkv replay                                    the built-in workload, in seconds
   pagedkv replay trace.jsonl.gz --gpu h100 --html report.html --slo ttft=2 --slo tpot=0.05
   pagedkv replay trace.jsonl.gz --hits-only --block-size 512 --num-blocks 10000
+  pagedkv sweep --gpu h100 b200 --kv-dtype bf16 int8 --out sweep.csv
+  pagedkv fleet trace.jsonl.gz --replicas 4 --router prefix-aware
+  pagedkv trace info trace.jsonl.gz                 what is inside, and how much of it is shared
   pagedkv itl --model llama-3.1-70b --gpu h200 --batch 8
   pagedkv calibrate here.json                       this machine, for --hardware here.json
   pagedkv bench attention --dtype bf16 int8         this machine against its memory

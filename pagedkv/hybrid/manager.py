@@ -17,8 +17,8 @@ from pagedkv.hybrid.group import CacheGroup, check_groups
 from pagedkv.hybrid.invariants import check_invariants
 from pagedkv.hybrid.rows import Rows
 from pagedkv.hybrid.stats import HybridStats, count_groups
-from pagedkv.manager import Opened
 from pagedkv.namespace import Media, Namespace
+from pagedkv.opened import Opened
 from pagedkv.page_table import Int64Array, PageTable, SeqId
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from pagedkv.copies import BlockCopies
 from pagedkv.errors import PagedKVError
 from pagedkv.events import BlocksRemoved, BlocksStored, Event
-from pagedkv.manager import KVCacheManager, Lookup, Opened
+from pagedkv.manager import KVCacheManager
 from pagedkv.namespace import Media, Namespace
+from pagedkv.opened import Lookup, Opened
 from pagedkv.policies import POLICIES
 from pagedkv.reference_blocks import Content, ModelEvent, Path
 from pagedkv.reference_manager import ReferenceManager

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from pagedkv.manager import Opened
+from pagedkv.opened import Opened
 from pagedkv.page_table import Int32Array
 from pagedkv.sim.engine.arrivals import Arrivals
 from pagedkv.sim.engine.engine_config import EngineConfig

@@ -12,7 +12,7 @@ from pagedkv.block_pool import BlockCounts
 from pagedkv.copies import PendingCopies
 from pagedkv.errors import PagedKVError
 from pagedkv.hybrid import HybridKVCacheManager, bytes_per_block, groups_for
-from pagedkv.manager import Opened
+from pagedkv.opened import Opened
 from pagedkv.page_table import Int64Array, SeqId
 from pagedkv.spec import KVCacheSpec
 from pagedkv.stats import ManagerStats

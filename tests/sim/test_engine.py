@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv.errors import NeverFits, PagedKVError
-from pagedkv.manager import KVCacheManager, Opened
+from pagedkv.manager import KVCacheManager
+from pagedkv.opened import Opened
 from pagedkv.sim.engine.disaggregation import Disaggregated, TransferSettings
 from pagedkv.sim.engine.engine import Engine, EngineConfig
 from pagedkv.sim.engine.host_tier import HostTierSettings

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from pagedkv.errors import NeverFits
-from pagedkv.manager import KVCacheManager, Opened
+from pagedkv.manager import KVCacheManager
+from pagedkv.opened import Opened
 from pagedkv.sim import hits as hits_module
 from pagedkv.sim.hits import replay_hits
 from pagedkv.sim.mooncake import read_mooncake
