@@ -318,7 +318,8 @@ class ManagerMachine(RuleBasedStateMachine):
 def run(name: str, max_examples: int = 60, shrink: bool = True) -> None:
     """Let Hypothesis try the machine with one policy."""
     machine = type("Machine", (ManagerMachine,), {"policy": name})
-    run_state_machine_as_test(
+    run_machine: Any = run_state_machine_as_test  # typed in some versions only
+    run_machine(
         machine,
         settings=settings(
             max_examples=max_examples,
