@@ -11,10 +11,8 @@ from pagedkv.block_cache import BlockCache
 from pagedkv.block_ids import MOST_BLOCKS, require_num_blocks
 from pagedkv.block_pool import NO_BLOCKS, BlockCounts
 from pagedkv.content import SequenceExtra, as_token_array
-from pagedkv.copies import PendingCopies
+from pagedkv.drafts import accepted_tokens
 from pagedkv.errors import NeverFits, PagedKVError, SequenceError, require_count
-from pagedkv.events import EventLog
-from pagedkv.fences import Fences
 from pagedkv.invariants import check_invariants
 from pagedkv.maintenance import Maintenance
 from pagedkv.namespace import Media, Namespace
@@ -101,26 +99,12 @@ class KVCacheManager:
         order = make_policy("lru" if policy is None else policy)
         self._cache = BlockCache(num_blocks, self.block_size, order)
         self._seqs = Sequences(self._cache, self.tables)
+        self.copies, self.fences, self.events = self._cache.copies, self._cache.fences, self._cache.events
         self.retention = Retention(self._cache, self.tables)
         self.maintenance = Maintenance(self._cache, self.tables, self.retention)
         self._announced = Announced()
         self._watermark = watermark
         self._counters = OpenCounters()
-
-    @property
-    def copies(self) -> PendingCopies:
-        """Blocks to copy before anything else is written."""
-        return self._cache.copies
-
-    @property
-    def fences(self) -> Fences:
-        """Keeps blocks from being handed out while work under way may touch them."""
-        return self._cache.fences
-
-    @property
-    def events(self) -> EventLog:
-        """What became findable and what ceased to be, once it is recorded."""
-        return self._cache.events
 
     @property
     def num_blocks(self) -> int:
@@ -276,14 +260,16 @@ class KVCacheManager:
 
         With ``num_accepted``, int [len(seq_ids)], ``tokens`` has a row of drafts for each sequence, of which
         the first so many are final: they are committed, and the sequence is cut behind them (a prompt that
-        was not committed counts as drafts, too). Raises
-        ``SequenceError`` if any of them has too few uncommitted tokens left; none changes then. Cost:
-        O(batch), vectorised, plus O(block_size) for each sequence whose block became full; with
-        ``num_accepted`` as ``commit`` and ``truncate`` of each.
+        was not committed counts as drafts, too). Raises ``SequenceError`` if any of them has too few
+        uncommitted tokens left; none changes then. Cost: O(batch), vectorised, plus O(block_size) for each
+        sequence whose block became full; with ``num_accepted`` as ``commit`` and ``truncate`` of each.
         """
         rows = self.tables.rows(seq_ids)
         if num_accepted is not None:
-            self._commit_accepted(seq_ids, tokens, num_accepted)
+            drafts = accepted_tokens(self.tables, self._cache.copies, seq_ids, tokens, num_accepted)
+            for seq_id, accepted in zip(seq_ids, drafts, strict=True):
+                self.commit(seq_id, accepted)
+                self.truncate(seq_id, self.tables.num_committed(seq_id))
             return
         ids = as_token_array(tokens)
         if len(ids) != len(rows):
@@ -400,27 +386,3 @@ class KVCacheManager:
         need = fresh + (int(np.count_nonzero(pool.ref_count[held] == 0)) if len(held) else 0)
         reserve = int(self._watermark * pool.num_blocks) if len(self.tables) else 0
         return need == 0 or need <= pool.num_available - reserve
-
-    def _commit_accepted(self, seq_ids: Sequence[SeqId], tokens: Any, num_accepted: Sequence[int]) -> None:
-        """Commit the first so many of each row of ``tokens``, and cut the sequences behind them."""
-        for name, rows in (("tokens", tokens), ("num_accepted", num_accepted)):
-            if not isinstance(rows, (Sequence, np.ndarray)):
-                raise SequenceError(f"{name} must have an entry for each sequence, got {rows!r}")
-        drafts = [as_token_array(row) for row in tokens]
-        counts = [require_count("num_accepted", count, 0) for count in num_accepted]
-        if not len(drafts) == len(counts) == len(seq_ids):
-            raise SequenceError(
-                f"{len(seq_ids)} sequences, but {len(drafts)} rows of tokens and {len(counts)} counts"
-            )
-        for seq_id, ids, count in zip(seq_ids, drafts, counts, strict=True):
-            row = self.tables.row(seq_id)
-            start, length = int(self.tables.committed[row]), int(self.tables.seq_len[row])
-            if count > len(ids) or start + count > length:
-                raise SequenceError(
-                    f"cannot accept {count} of {len(ids)} tokens of {seq_id!r}: "
-                    f"{start} of its {length} are committed"
-                )
-            self._cache.copies.require_done(self.tables.blocks[row, start // self.block_size :])
-        for seq_id, ids, count in zip(seq_ids, drafts, counts, strict=True):
-            self.commit(seq_id, ids[:count])
-            self.truncate(seq_id, self.tables.num_committed(seq_id))

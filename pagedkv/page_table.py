@@ -82,7 +82,7 @@ class PageTable:
         """Rows of distinct open sequences, in the order given; ``SequenceError`` otherwise."""
         last_ids, last_rows = self._last_batch
         # a decoding batch rarely changes; comparing costs a tenth of looking up
-        if type(seq_ids) is list and seq_ids == last_ids:
+        if type(seq_ids) is list and _same(seq_ids, last_ids):
             return last_rows
         if isinstance(seq_ids, str) or not isinstance(seq_ids, (Sequence, np.ndarray)):
             raise SequenceError(f"a batch is a list of sequence ids, got {seq_ids!r}")
@@ -254,6 +254,14 @@ class PageTable:
         self.blocks[row, : self.num_blocks(row)] = NULL_BLOCK
         self.seq_len[row] = self.committed[row] = 0
         self._free_rows.append(row)
+
+
+def _same(seq_ids: list[SeqId], other: list[SeqId]) -> bool:
+    """Whether two batches are equal; ids that cannot be compared, such as arrays, are none."""
+    try:
+        return bool(seq_ids == other)
+    except ValueError:
+        return False
 
 
 def _require(

@@ -86,11 +86,14 @@ class Sequences:
     def cut(self, row: int, num_tokens: int, extra: SequenceExtra) -> None:
         """Keep the first ``num_tokens`` of a sequence, and give up the blocks beyond."""
         keep, had = div_ceil(num_tokens, self.block_size), self.tables.num_blocks(row)
+        tail = self.tables.blocks[row, keep - 1 : keep] if num_tokens % self.block_size else NO_BLOCKS
+        shared = bool(self.cache.is_shared(tail).any())
         self.cache.release(self.tables.blocks[row, keep:had][::-1].copy())
         self.tables.blocks[row, keep:had] = 0
         self.tables.seq_len[row] = num_tokens
         self.tables.committed[row] = min(int(self.tables.committed[row]), num_tokens)
-        self.maybe_shared.add(row)
+        if shared:
+            self.maybe_shared.add(row)
         self.set_extra(row, extra)
 
     def extend(self, rows: Int64Array, num_tokens: int) -> bool:

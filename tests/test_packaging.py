@@ -126,6 +126,7 @@ FLOOR_0 = (
     "content",
     "copies",
     "core",
+    "drafts",
     "errors",
     "events",
     "fences",

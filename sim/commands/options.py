@@ -43,12 +43,17 @@ def size(text: str) -> float:
     return positive(str(float(match[1]) * _UNITS[match[2]]))
 
 
+def _number(text: str) -> float:
+    """What a text says; NaN, which lies in no range, if it is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def positive(text: str) -> float:
     """A number above 0, and of a size that something could have."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 1e-18 <= value <= 1e18:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 (up to 1e18)")
     return value
@@ -56,10 +61,7 @@ def positive(text: str) -> float:
 
 def not_negative(text: str) -> float:
     """A number of 0 or more, and of a size that something could have."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 <= value <= 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1e9")
     return value
@@ -67,10 +69,7 @@ def not_negative(text: str) -> float:
 
 def share_below_1(text: str) -> float:
     """A number in [0, 1)."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not in [0, 1)")
     return value
@@ -86,10 +85,7 @@ def share(text: str) -> float:
 
 def share_or_0(text: str) -> float:
     """A number in [0, 1]."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not in [0, 1]")
     return value

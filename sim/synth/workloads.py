@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(ABC):
     """What all kinds have. The same numbers and seed give the same trace in any process (one numpy version).
 
     Raises ``TraceError`` for a number out of its range.
@@ -56,8 +57,9 @@ class Workload:
             raise TraceError(f"seed must be an integer of at least 0, got {seed!r}")
         return self._draw(np.random.Generator(np.random.PCG64(seed)))
 
+    @abstractmethod
     def _draw(self, rng: np.random.Generator) -> Trace:
-        raise NotImplementedError
+        """The trace that these random numbers give."""
 
     def _check(self, name: str, value: float, least: float, most: float) -> None:
         if not least <= value <= most:

@@ -803,14 +803,14 @@ def mutate_coming(patch: pytest.MonkeyPatch) -> None:
 
 def mutate_accepted_drafts(patch: pytest.MonkeyPatch) -> None:
     """Rejected drafts keep their slots."""
-    original = KVCacheManager._commit_accepted
+    original = KVCacheManager.commit_step
 
-    def uncut(self: KVCacheManager, *args: Any) -> None:
+    def uncut(self: KVCacheManager, *args: Any, **options: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(KVCacheManager, "truncate", lambda self, seq_id, num_tokens: None)
-            original(self, *args)
+            original(self, *args, **options)
 
-    patch.setattr(KVCacheManager, "_commit_accepted", uncut)
+    patch.setattr(KVCacheManager, "commit_step", uncut)
 
 
 def mutate_reasons(patch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,15 @@
 """The prefix index: exact hits against a dict of whole prefixes, and work that grows with branches only."""
 
+import copy
 import importlib
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pagedkv import core
+from pagedkv.errors import BlockError
 from pagedkv.page_table import Int32Array
 from pagedkv.prefix_index import ROOT, PrefixIndex
 
@@ -258,3 +261,165 @@ def test_random_operations_agree_with_a_dict_of_whole_prefixes(seed: int) -> Non
         if rng.random() < 0.2:
             for path, block in model.items():
                 assert match(index, list(path))[-1] == block
+
+
+# -- moving, and the best child
+
+
+def nested(contents: list[int], parent: int, index: PrefixIndex, first_id: int) -> None:
+    insert(index, [first_id + i for i in range(len(contents))], chain(*contents), parent)
+
+
+def forest() -> PrefixIndex:
+    """1-2-3 with 4-5 and 6 behind 1 too, 7 alone; ids up to 12."""
+    index = PrefixIndex(12, SIZE)
+    nested([10, 20, 30], ROOT, index, 1)
+    nested([40, 50], 1, index, 4)
+    nested([60], 1, index, 6)
+    nested([70], ROOT, index, 7)
+    return index
+
+
+def best(index: PrefixIndex, row: list[int], parent: int = ROOT, **options: int) -> tuple[int, int]:
+    return index.best_child(np.array(row, np.int32), options.pop("extra", 0), parent, **options)
+
+
+def test_the_best_child_shares_the_longest_start_of_a_row() -> None:
+    """Whatever the row goes on with, and under the given parent and extra key only."""
+    index = forest()
+    assert best(index, [40, 99], parent=1) == (4, 1)
+    assert best(index, [40, 41], parent=1) == (4, 2)
+    assert best(index, [40], parent=1) == (4, 1)
+    assert best(index, [30, 0], parent=2) == (3, 1)
+    assert best(index, [40, 41]) == best(index, [0, 41], parent=1) == best(index, [], parent=1) == (0, 0)
+    assert best(index, [30, 31], parent=2, extra=5) == best(index, [1, 1], parent=7) == (0, 0)
+
+
+def test_fewer_tokens_than_asked_for_are_no_best_child() -> None:
+    """``at_least`` is a bound, and one token the least of all."""
+    index = forest()
+    assert best(index, [70, 0], at_least=2) == (0, 0)
+    assert best(index, [70, 71], at_least=2) == (7, 2)
+    assert best(index, [0, 0], at_least=0) == best(index, [0, 0], at_least=-3) == (0, 0)
+    assert best(index, [70, 0], at_least=0) == (7, 1)
+
+
+def test_of_equally_good_children_the_newest_is_best() -> None:
+    """Also when the older one was put back in another place by a removal or a split."""
+    index = PrefixIndex(9, SIZE)
+    for block, second in ((1, 5), (2, 6), (3, 7)):
+        insert(index, [block], [(0, (10, second))])
+    assert best(index, [10, 0]) == (3, 1)
+    assert best(index, [10, 6]) == (2, 2)
+    remove(index, 3)
+    assert best(index, [10, 0]) == (2, 1)
+    insert(index, [4, 5], [(0, (10, 8)), (0, (1, 1))])
+    insert(index, [6], [(0, (10, 9))])
+    insert(index, [7], [(0, (2, 2))], parent=4)  # a run parts, and is as old as before
+    assert best(index, [10, 0]) == (6, 1)
+    remove(index, 6)
+    assert best(index, [10, 0]) == (4, 1)
+    assert best(index, [1, 0], parent=4) == (5, 1)
+
+
+@pytest.mark.parametrize("newer", [63, 64])
+def test_only_the_newest_64_children_are_looked_at(newer: int) -> None:
+    """Those with another extra key count as looked at."""
+    index = PrefixIndex(100, SIZE)
+    insert(index, [1], chain(-5))
+    for i in range(newer):
+        insert(index, [2 + i], [(i % 2, (i, i))])
+    assert best(index, [-5, 0]) == ((1, 1) if newer < 64 else (0, 0))
+
+
+def test_renamed_blocks_hit_under_their_new_names() -> None:
+    """A parent, a child and a leaf at once; the tree, leaves, parents and the newest children stay."""
+    index = forest()
+    index.rename(np.array([1, 4, 7], np.int32), np.array([10, 12, 11], np.int32))
+    assert match(index, chain(10, 20, 30)) == [10, 2, 3]
+    assert match(index, chain(10, 40, 50)) == [10, 12, 5]
+    assert match(index, chain(10, 60)) == [10, 6]
+    assert match(index, chain(70)) == [11]
+    assert tree(index) == {(ROOT, (10,)), (10, (2, 3)), (10, (12, 5)), (10, (6,)), (ROOT, (11,))}
+    assert np.flatnonzero(index.indexed).tolist() == [2, 3, 5, 6, 10, 11, 12]
+    assert [index.parent(b) for b in (2, 12, 5, 10)] == [10, 10, 12, ROOT]
+    assert index.path(5).tolist() == [10, 12, 5]
+    assert best(index, [40, 0], parent=10) == (12, 1)
+    insert(index, [1, 4], chain(80, 90), parent=12)
+    assert match(index, chain(10, 40, 80, 90)) == [10, 12, 1, 4]
+    remove(index, 4, 1, 5, 12)
+    assert match(index, chain(10, 40)) == [10]
+
+
+def test_tokens_of_a_block_that_is_not_indexed_move_when_it_is_renamed() -> None:
+    """A tail that is still being filled is no hit, before or after."""
+    index = forest()
+    index.tokens[9] = [8, 9]
+    index.rename(np.array([9], np.int32), np.array([8], np.int32))
+    assert index.tokens[8].tolist() == [8, 9]
+    assert len(index) == 7 and not index.indexed[8:].any()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ([1, 2], [8], "rename 2 blocks to 1"),
+        ([1], [13], r"rename block 13: ids are 1\.\.12"),
+        ([0], [8], r"rename block 0: ids are 1\.\.12"),
+        ([1, 1], [8, 9], "rename block 1 twice"),
+        ([1, 2], [8, 8], "rename block 8 twice"),
+        ([1, 8], [8, 9], "rename block 8 twice"),
+        ([1, 2], [8, 3], "rename a block to 3, which is indexed"),
+        ([1.5], [8], "must be integers"),
+    ],
+)
+def test_a_wrong_renaming_is_refused_and_changes_nothing(old: Any, new: Any, message: str) -> None:
+    """Foreign, repeated and indexed names raise ``BlockError`` with the numbers."""
+    index = forest()
+    before = (tree(index), index.tokens.tolist(), index.extra.tolist(), index.indexed.tolist())
+    with pytest.raises(BlockError, match=message):
+        index.rename(np.array(old), np.array(new))
+    assert (tree(index), index.tokens.tolist(), index.extra.tolist(), index.indexed.tolist()) == before
+
+
+def test_an_index_grows_and_shrinks_around_what_is_in_it() -> None:
+    """Every hit stays; new ids can be indexed, and an indexed one cannot be cut off."""
+    index = forest()
+    before = tree(index)
+    for num_blocks in (1_000, 40, 7):
+        index.resize(num_blocks)
+        assert tree(index) == before
+        assert (len(index.tokens), len(index.extra), len(index.indexed)) == (num_blocks + 1,) * 3
+        assert match(index, chain(10, 40, 50)) == [1, 4, 5]
+        assert best(index, [60, 0], parent=1) == (6, 1)
+        if num_blocks > 7:
+            insert(index, [num_blocks], chain(75), parent=1)
+            assert match(index, chain(10, 75)) == [1, num_blocks]
+            with pytest.raises(BlockError, match=f"block {num_blocks} is indexed"):
+                index.resize(7)
+            remove(index, num_blocks)
+    with pytest.raises(BlockError, match="cannot shrink to 6 blocks: block 7 is indexed"):
+        index.resize(6)
+    with pytest.raises(BlockError, match="at least 1 block, got 0"):
+        index.resize(0)
+    assert tree(index) == before
+
+
+def test_what_is_behind_blocks_comes_children_first_and_once() -> None:
+    """All that builds on any of them, also where one builds on another."""
+    index = forest()
+    assert index.behind(np.array([1], np.int32)).tolist() == [3, 2, 5, 4, 6]
+    assert index.behind(np.array([4, 1, 2, 4], np.int32)).tolist() == [5, 3, 2, 4, 6]
+    assert index.behind(np.array([3, 7], np.int32)).tolist() == []
+    assert index.behind(np.zeros(0, np.int32)).tolist() == []
+
+
+def test_a_copy_of_an_index_is_independent() -> None:
+    """A deep copy has arrays of its own."""
+    index = forest()
+    twin = copy.deepcopy(index)
+    remove(twin, 5)
+    insert(twin, [9], chain(90), parent=1)
+    assert match(index, chain(10, 40, 50)) == [1, 4, 5] and match(index, chain(10, 90)) == [1]
+    assert match(twin, chain(10, 40, 50)) == [1, 4] and match(twin, chain(10, 90)) == [1, 9]
+    assert (len(index), len(twin)) == (7, 7)

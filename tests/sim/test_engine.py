@@ -594,7 +594,7 @@ class WatchedEngine(Engine):
         assert counts.free + counts.cached + counts.active == self.manager.num_blocks
 
 
-class WatchedPool(HybridPool):
+class Watched:
     """Writes down which sequence opened and closed when."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -602,32 +602,22 @@ class WatchedPool(HybridPool):
         self.log: list[tuple[str, Any]] = []
 
     def open(self, seq_id: Any, tokens: Any, **options: Any) -> Opened | None:
-        opened = super().open(seq_id, tokens, **options)
+        opened: Opened | None = super().open(seq_id, tokens, **options)  # type: ignore[misc]
         if opened is not None:
             self.log.append(("open", seq_id))
         return opened
 
     def close(self, seq_id: Any) -> None:
-        super().close(seq_id)
+        super().close(seq_id)  # type: ignore[misc]
         self.log.append(("close", seq_id))
 
 
-class WatchedManager(KVCacheManager):
-    """Writes down which sequence opened and closed when."""
+class WatchedPool(Watched, HybridPool):
+    pass
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.log: list[tuple[str, Any]] = []
 
-    def open(self, seq_id: Any, tokens: Any, **options: Any) -> Opened | None:
-        opened = super().open(seq_id, tokens, **options)
-        if opened is not None:
-            self.log.append(("open", seq_id))
-        return opened
-
-    def close(self, seq_id: Any) -> None:
-        super().close(seq_id)
-        self.log.append(("close", seq_id))
+class WatchedManager(Watched, KVCacheManager):
+    pass
 
 
 PREFILL_FLOPS, DECODE_FLOPS = 0.07, 0.9
