@@ -77,7 +77,7 @@ def _as_tuple(media: Iterable[Media]) -> tuple[Media, ...]:
 
 def as_token_array(tokens: Any) -> Int32Array:
     """Token ids as int32 [n]; ``PagedKVError`` unless they are integers in 0..2^31 - 1, in one dimension."""
-    if isinstance(tokens, np.ndarray) and _are_tokens(tokens):
+    if type(tokens) is np.ndarray and _are_tokens(tokens):  # a subclass may compare in another way
         return tokens
     try:
         array = np.asarray(tokens)

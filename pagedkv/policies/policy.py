@@ -49,6 +49,8 @@ class EvictionPolicy(ABC):
     policy knows of it, while it goes back and forth between held and idle, until ``evict`` or ``forget``.
     Content that moves to another block takes all that with it: ``rename``.
 
+    Only ``first``, ``make_room`` and ``retain`` may raise: the manager undoes nothing for the others.
+
     Children come before parents: whoever holds a block holds its whole prefix, so below an idle block
     all are idle, and ``first`` must not name a block before all of them.
 

@@ -19,6 +19,7 @@ from pagedkv import (
     prefix_digests,
 )
 from pagedkv.block_ids import MOST_BLOCKS
+from pagedkv.content import as_token_array
 from pagedkv.namespace import ExtraKeys
 from pagedkv.policies.lru import LRU
 from pagedkv.prefix_index import PrefixIndex
@@ -125,6 +126,15 @@ def test_tokens_at_an_odd_address_are_tokens() -> None:
     tokens = np.frombuffer(message, np.int32, offset=1)
     manager = opened(tokens)  # type: ignore[arg-type]
     assert manager.lookup(list(range(12))).num_cached_tokens == 8
+
+
+def test_tokens_of_an_array_subclass_become_a_plain_array() -> None:
+    """A masked array compares in its own way; the manager must not keep one."""
+    masked = np.ma.masked_array(np.arange(9, dtype=np.int32), mask=[True] * 9)
+    assert type(as_token_array(masked)) is np.ndarray
+    manager = opened(masked)  # type: ignore[arg-type]
+    assert manager.lookup(list(range(9))).num_cached_tokens == 8
+    assert manager.lookup(masked).num_cached_tokens == 8
 
 
 def test_digests_do_not_depend_on_the_python_that_makes_them() -> None:
