@@ -247,11 +247,7 @@ class KVCacheManager:
         if len(self._cache.copies):
             first, last = start // self.block_size, div_ceil(stop, self.block_size)
             self._cache.copies.require_done(self.tables.blocks[row, first:last])
-        if self.prefix_caching:
-            self._seqs.commit(row, ids, extra)
-        self.tables.committed[row] = stop
-        if len(self._announced):
-            self._announced.cut(row, stop, length)
+        self._commit_row(row, ids, extra)
 
     def commit_step(
         self, seq_ids: Sequence[SeqId], tokens: Any, num_accepted: Sequence[int] | None = None
@@ -266,10 +262,10 @@ class KVCacheManager:
         """
         rows = self.tables.rows(seq_ids)
         if num_accepted is not None:
-            drafts = accepted_tokens(self.tables, self._cache.copies, seq_ids, tokens, num_accepted)
-            for seq_id, accepted in zip(seq_ids, drafts, strict=True):
-                self.commit(seq_id, accepted)
-                self.truncate(seq_id, self.tables.num_committed(seq_id))
+            drafts = accepted_tokens(self.tables, self.copies, seq_ids, tokens, num_accepted)
+            for row, accepted in zip(rows.tolist(), drafts, strict=True):
+                self._commit_row(row, accepted, self._seqs.extra(row))
+                self._cut_row(row, int(self.tables.committed[row]))
             return
         ids = as_token_array(tokens)
         if len(ids) != len(rows):
@@ -322,10 +318,7 @@ class KVCacheManager:
         whole = isinstance(num_tokens, (int, np.integer)) and not isinstance(num_tokens, bool)
         if not whole or not 0 <= num_tokens <= length:
             raise SequenceError(f"cannot truncate sequence {seq_id!r} of {length} tokens to {num_tokens}")
-        num_tokens = int(num_tokens)
-        self._seqs.cut(row, num_tokens, self._seqs.extra(row).truncated(num_tokens, self.block_size))
-        if len(self._announced):
-            self._announced.cut(row, int(self.tables.committed[row]), num_tokens)
+        self._cut_row(row, int(num_tokens))
 
     def close(self, seq_id: SeqId) -> None:
         """Give up a sequence: full committed blocks stay cached, others become free.
@@ -363,7 +356,19 @@ class KVCacheManager:
         """Raise ``AssertionError`` if any two parts disagree. Cost: O(pool + table), vectorised."""
         check_invariants(self._cache, self.tables, self.retention.held(), self.prefix_caching)
 
-    # -- inner steps
+    # -- inner steps: ``_commit_row`` and ``_cut_row`` refuse nothing any more
+
+    def _commit_row(self, row: int, ids: Int32Array, extra: SequenceExtra) -> None:
+        if self.prefix_caching and len(ids):
+            self._seqs.commit(row, ids, extra)
+        self.tables.committed[row] += len(ids)
+        if len(self._announced):
+            self._announced.cut(row, int(self.tables.committed[row]), int(self.tables.seq_len[row]))
+
+    def _cut_row(self, row: int, num_tokens: int) -> None:
+        self._seqs.cut(row, num_tokens, self._seqs.extra(row).truncated(num_tokens, self.block_size))
+        if len(self._announced):
+            self._announced.cut(row, int(self.tables.committed[row]), num_tokens)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return div_ceil(num_tokens, self.block_size)

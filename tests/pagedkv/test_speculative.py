@@ -1,12 +1,13 @@
 """Drafts: slots ahead of the tokens, of which verification accepts some."""
 
+import copy
 import random
 from typing import Any
 
 import pytest
 
 from pagedkv import KVCacheManager, PagedKVError, SequenceError
-from pagedkv.testing import ShadowStorage, snapshot
+from pagedkv.testing import FAILURE_POINTS, FailureInjector, ShadowStorage, snapshot
 
 
 def opened(names: str, length: int = 6) -> KVCacheManager:
@@ -88,3 +89,34 @@ def test_speculative_decoding_equals_decoding_one_by_one(seed: int) -> None:
         fast.check_invariants()
         assert fast.counts == slow.counts
         assert fast.stats().indexed_blocks == slow.stats().indexed_blocks
+
+
+POINTS = (
+    *FAILURE_POINTS["commit_step"],
+    "pagedkv.drafts:as_token_array",
+    "pagedkv.drafts:require_count",
+    "pagedkv.page_table:PageTable.row",
+    "pagedkv.page_table:PageTable.num_committed",
+    "pagedkv.page_table:PageTable.num_tokens",
+)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_batch_of_drafts_is_accepted_whole_or_not_at_all(point: str) -> None:
+    """All that can refuse comes before the first sequence changes, so that none is left half done."""
+    injector, drafts, counts = FailureInjector(point), [[1, 2, 3, 4]] * 3, [4, 1, 0]
+
+    def accept(manager: KVCacheManager) -> None:
+        manager.commit_step(list("abc"), drafts, num_accepted=counts)
+
+    manager = opened("abc")
+    assert manager.step(list("abc"), 4)
+    with injector.counting():
+        accept(copy.deepcopy(manager))
+    for call in range(1, injector.calls + 1):
+        before = snapshot(manager)
+        with injector.failing(at=call), pytest.raises(MemoryError, match="injected"):
+            accept(manager)
+        assert snapshot(manager) == before, call
+    accept(manager)
+    assert [manager.tables.num_tokens(i) for i in "abc"] == [10, 7, 6]
