@@ -807,7 +807,7 @@ def mutate_accepted_drafts(patch: pytest.MonkeyPatch) -> None:
 
     def uncut(self: KVCacheManager, *args: Any, **options: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(KVCacheManager, "truncate", lambda self, seq_id, num_tokens: None)
+            inner.setattr(KVCacheManager, "_cut_row", lambda self, row, num_tokens: None)
             original(self, *args, **options)
 
     patch.setattr(KVCacheManager, "commit_step", uncut)

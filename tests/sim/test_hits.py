@@ -4,7 +4,7 @@ import gzip
 import hashlib
 import json
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,8 @@ def counted(trace: Trace, capacity: int, block_size: int) -> int:
     return sum(cache.serve(prefix_keys(trace, i, block_size)) for i in range(len(trace)))
 
 
-def found(trace: Trace, capacity: int, block_size: int) -> tuple[int, int]:
-    stats = replay_hits(trace, capacity, block_size).stats
+def found(trace: Trace, capacity: int, block_size: int, policy: str = "lru") -> tuple[int, int]:
+    stats = replay_hits(trace, capacity, block_size, policy=policy).stats
     assert stats.free_blocks + stats.cached_blocks == stats.num_blocks
     assert stats.queried_blocks == int((trace.input_len // block_size).sum())
     return stats.hit_blocks, stats.hit_tokens
@@ -196,6 +196,33 @@ def expected(name: str) -> dict[str, Any]:
     return counts
 
 
+def independent(name: str, policy: str) -> dict[str, tuple[int, int]]:
+    """(hit blocks, hit tokens) of a policy over full blocks in the engine convention, by capacity."""
+    counts = json.loads(data("expected.json").read_text())[name]["engine"]["full"][policy]
+    return {capacity: (pair[0], pair[1]) for capacity, pair in counts.items()}
+
+
+def fifo_hits(trace: Trace, capacity: int, block_size: int, leaves_first: bool) -> int:
+    """Hit blocks of first in, first out over content ids, each of which has one parent."""
+    admitted: dict[int, int] = {}  # content -> its parent, in order of admission
+    children: Counter[int] = Counter()
+    hits = 0
+    for request in range(len(trace)):
+        start, stop = trace.content_offsets[request : request + 2]
+        ids = trace.content_ids[start:stop].tolist()[: int(trace.input_len[request]) // block_size]
+        known = next((i for i, x in enumerate(ids) if x not in admitted), len(ids))
+        hits += known
+        parents = dict(zip(ids, [-1, *ids], strict=False))
+        for new in reversed([x for x in ids if x not in admitted]):
+            admitted[new] = parents[new]
+            children[parents[new]] += 1
+        for _ in range(len(admitted) - capacity):
+            held = parents.keys()
+            victim = next(x for x in admitted if x not in held and not (leaves_first and children[x]))
+            children[admitted.pop(victim)] -= 1
+    return hits
+
+
 def assert_counts(trace: Trace, name: str, block_size: int) -> None:
     counts = expected(name)
     assert int((trace.input_len // block_size).sum()) == counts.pop("blocks")
@@ -266,6 +293,35 @@ class TestRealTraces:
         """402 calls of agents, blocks of 16, full blocks only."""
         trace = read_mooncake(data("lmcache_agent", "miniswe_blk16.jsonl.gz"), block_size=16)
         assert_counts(trace, "lmcache_miniswe", 16)
+
+    @pytest.mark.parametrize(("policy", "published"), [("lfu", "lfu_leaf"), ("belady", "opt_leaf")])
+    def test_other_policies_hit_exactly_as_published(
+        self, conversation: Trace, policy: str, published: str
+    ) -> None:
+        """LFU with ties by recency, and the optimum that admits everything, at the listed capacities."""
+        for limit in (1000, 4000):
+            counts = independent(f"mooncake_conversation_head{limit}", published)
+            assert len(counts) == 5
+            for capacity, wanted in counts.items():
+                assert found(conversation.head(limit), int(capacity), 512, policy) == wanted, capacity
+        assert (
+            found(conversation, 10_000, 512, policy)
+            == (independent("mooncake_conversation", published)["10000"])
+        )
+        agents = read_mooncake(data("lmcache_agent", "miniswe_blk16.jsonl.gz"), block_size=16)
+        for capacity, wanted in independent("lmcache_miniswe", published).items():
+            assert found(agents, int(capacity), 16, policy) == wanted, capacity
+
+    @pytest.mark.parametrize("limit", [1000, 4000])
+    def test_fifo_differs_from_what_was_published_by_keeping_parents(
+        self, conversation: Trace, limit: int
+    ) -> None:
+        """The published FIFO gives up a parent before a child that came later; this one never does."""
+        head = conversation.head(limit)
+        for capacity, wanted in independent(f"mooncake_conversation_head{limit}", "fifo_leaf").items():
+            assert fifo_hits(head, int(capacity), 512, leaves_first=False) == wanted[0]
+            leaves_first = fifo_hits(head, int(capacity), 512, leaves_first=True)
+            assert found(head, int(capacity), 512, "fifo")[0] == leaves_first, capacity
 
     def test_the_composed_agent_sessions_agree(self) -> None:
         """64 sessions, 30 s apart, 2.6 million blocks of 64, at every capacity listed."""
