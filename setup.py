@@ -17,7 +17,7 @@ FLAGS = [
 
 setup(
     ext_modules=[
-        # Loaded through ctypes, calls nothing of Python: any interpreter could load it.
+        # Of Python it calls the stable interface alone: one library for all versions.
         Extension(
             "pagedkv._native",
             sources=sorted(glob("pagedkv/csrc/*.cpp")),
@@ -31,6 +31,7 @@ setup(
                 "-pthread",
             ],
             extra_link_args=["-pthread"],
+            define_macros=[("Py_LIMITED_API", "0x030A0000")],
             optional=True,
             py_limited_api=True,
         ),

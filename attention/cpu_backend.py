@@ -1,9 +1,9 @@
-"""The native CPU backend: packs the arguments into one C struct and calls the library.
+"""The native CPU backend: hands the arguments to the library in one C struct.
 
-The way of a query: ``attend_at_once`` below (or ``attend``, where ``AttentionArguments`` were needed) ->
-``pagedkv_attend`` in csrc/attend.cpp, which checks shapes, lengths and ids and shares out the work ->
-csrc/attend_item.cpp, the loop over tiles of 64 tokens -> the three kernels of a tile: csrc/score_*.h,
-csrc/softmax.h and csrc/value_*.h.
+The way of a query: ``attend_at_once`` below and csrc/attend_tensors.cpp (or ``attend``, where
+``AttentionArguments`` were needed) -> ``pagedkv_attend`` in csrc/attend.cpp, which checks shapes, lengths
+and ids and shares out the work -> csrc/attend_item.cpp, the loop over tiles of 64 tokens -> the three kernels
+of a tile: csrc/score_*.h, csrc/softmax.h and csrc/value_*.h.
 
 All of it computes in fp32, but int8 on CPUs with dot products of bytes (AVX-512 VNNI), where K and V never
 become floats. There query and weights are carried in 15 bits each, with these errors on top of fp32's:
@@ -18,14 +18,11 @@ Together ``|out - exact| <= (exp(2 e) - 1 + 64 / 65534) * max|v|`` and ``|lse - 
 single roundings average out: measured are 2e-5 to 1e-4 of the largest output.
 """
 
-import struct
-
 import torch
 from torch import Tensor
 
 from pagedkv import native
-from pagedkv.attention.arguments import MAX_WINDOW, AttentionArguments
-from pagedkv.errors import PagedKVError
+from pagedkv.attention.arguments import AttentionArguments
 
 # As csrc/abi.h lays a call out: pointers, shape and strides of each tensor, numbers.
 _LAYOUT = "82q2d"
@@ -33,9 +30,6 @@ _LAYOUT = "82q2d"
 _OK, _BAD_LENGTH, _BAD_BLOCK, _NO_MEMORY = range(4)
 
 _QUERY_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-# Shape and strides of what is not given.
-_NOTHING = {n: (-1,) * n + (0,) * n for n in (1, 3, 4)}
 
 
 def unavailable() -> str | None:
@@ -63,10 +57,36 @@ def attend(args: AttentionArguments) -> None:
     in any batch.
     """
     sinks = None if args.sinks is None else args.sinks.detach().to(torch.float32)
-    status = _call(
-        args.q, args.k, args.v, args.block_tables, args.seq_lens, args.scale, args.k_scale, args.v_scale,
-        args.window, sinks, args.softcap, args.out, args.lse, args.block_mass,
+    tensors = (
+        args.q, args.k, args.v, args.k_scale, args.v_scale, args.block_tables, args.seq_lens, sinks, args.out,
+        args.lse, args.block_mass,
     )  # fmt: skip
+    try:
+        call: native.Call = native._local.attend
+    except AttributeError:
+        call = native._local.attend = native.Call(_LAYOUT)
+    address = call.pack(
+        *(0 if x is None else x.data_ptr() for x in tensors),
+        *_measures(args.q),
+        *_measures(args.k),
+        *_measures(args.v),
+        *_measures(args.block_tables),
+        *_measures(args.seq_lens),
+        *_measures(args.out),
+        *_measures(args.k_scale, 3),
+        *_measures(args.v_scale, 3),
+        *_measures(sinks, 1),
+        *_measures(args.lse, 3),
+        *_measures(args.block_mass, 4),
+        _QUERY_DTYPES[args.q.dtype],
+        native.DTYPES[args.k.dtype],
+        args.window or 0,
+        torch.get_num_threads(),
+        native.isa(),
+        args.scale,
+        args.softcap or 0.0,
+    )
+    status = int(native.library().pagedkv_attend(address))
     if status != _OK:
         _refuse(args, status)
 
@@ -87,106 +107,27 @@ def attend_at_once(
     lse: Tensor | None,
     block_mass: Tensor | None,
 ) -> bool:
-    """Serve a call whose arguments nobody has checked, if they fit; the library compares the shapes.
+    """Serve a call whose arguments nobody has checked, if they fit; the library looks at them itself.
 
-    Looking at every tensor in Python takes longer than a short call itself. So where anything is unusual or
-    wrong this only answers False, having written nothing, and ``AttentionArguments`` finds out what it is.
+    Looking at every tensor in Python takes longer than a short call. So where anything is unusual or wrong
+    this only answers False, having written nothing, and ``AttentionArguments`` finds out what it is.
     """
-    if not (q.is_cpu and k.is_cpu and v.is_cpu and block_tables.is_cpu and seq_lens.is_cpu and out.is_cpu):
-        return False
-    if out.dtype is not q.dtype or v.dtype is not k.dtype:
-        return False
-    if block_tables.dtype is not torch.int32 or seq_lens.dtype is not torch.int32:
+    function = native.attend()
+    if function is None or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg():
         return False
     for option in (k_scale, v_scale, sinks, lse, block_mass):
-        if option is not None and (option.dtype is not torch.float32 or not option.is_cpu):
+        if option is not None and option.is_neg():
             return False
-    if (window is not None and not 1 <= window <= MAX_WINDOW) or (softcap is not None and not softcap > 0):
-        return False
-    try:
-        status = _call(
-            q, k, v, block_tables, seq_lens, scale, k_scale, v_scale, window, sinks, softcap, out, lse,
-            block_mass,
-        )  # fmt: skip
-    except (PagedKVError, ValueError, KeyError, RuntimeError, struct.error):
-        return False  # no library, dimensions, dtypes, tensors without memory
+    status = function(
+        q, k, v, block_tables, seq_lens, scale, k_scale, v_scale, window, sinks, softcap, out, lse,
+        block_mass, torch.get_num_threads(), native.isa(),
+    )  # fmt: skip
     return status == _OK
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    window: int | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-    out: Tensor,
-    lse: Tensor | None,
-    block_mass: Tensor | None,
-) -> int:
-    """The status that the library returns. ``struct.error`` if dimensions are too many or too few."""
-    try:
-        call: native.Call = native._local.attend
-    except AttributeError:
-        call = native._local.attend = native.Call(_LAYOUT)
-    dims = q.dim()
-    address = call.pack(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        0 if k_scale is None else k_scale.data_ptr(),
-        0 if v_scale is None else v_scale.data_ptr(),
-        block_tables.data_ptr(),
-        seq_lens.data_ptr(),
-        0 if sinks is None else sinks.data_ptr(),
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        0 if block_mass is None else block_mass.data_ptr(),
-        *_with_q_len(q, dims),
-        *_measures(k, 4),
-        *_measures(v, 4),
-        *_measures(block_tables, 2),
-        *_measures(seq_lens, 1),
-        *_with_q_len(out, dims),
-        *(_NOTHING[3] if k_scale is None else _measures(k_scale, 3)),
-        *(_NOTHING[3] if v_scale is None else _measures(v_scale, 3)),
-        *(_NOTHING[1] if sinks is None else _measures(sinks, 1)),
-        *(_NOTHING[3] if lse is None else _with_q_len(lse, dims - 1, 3)),
-        *(_NOTHING[4] if block_mass is None else _with_q_len(block_mass, dims)),
-        _QUERY_DTYPES[q.dtype],
-        native.DTYPES[k.dtype],
-        window or 0,
-        torch.get_num_threads(),
-        native.isa(),
-        scale,
-        softcap or 0.0,
-    )
-    return int(native.library().pagedkv_attend(address))
-
-
-def _measures(x: Tensor, dims: int) -> tuple[int, ...]:
-    """Shape and strides, if there are that many dimensions."""
-    shape = x.shape
-    if len(shape) != dims:
-        raise ValueError(f"{dims} dimensions, got {len(shape)}")
-    return shape + x.stride()
-
-
-def _with_q_len(x: Tensor, dims: int, full: int = 4) -> tuple[int, ...]:
-    """The same of a query or an output, with a q_len of 1 where it has none."""
-    shape, stride = x.shape, x.stride()
-    if len(shape) != dims:
-        raise ValueError(f"{dims} dimensions, got {len(shape)}")
-    if dims == full:
-        return shape + stride
-    if dims != full - 1:
-        raise ValueError(f"{full - 1} or {full} dimensions, got {dims}")
-    return (shape[0], 1, *shape[1:], stride[0], 0, *stride[1:])
+def _measures(x: Tensor | None, dims: int = 0) -> tuple[int, ...]:
+    """Shape and strides; of what is not given as csrc/abi.h has them."""
+    return (-1,) * dims + (0,) * dims if x is None else x.shape + x.stride()
 
 
 def _refuse(args: AttentionArguments, status: int) -> None:

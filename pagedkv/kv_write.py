@@ -27,6 +27,7 @@ def write_kv(values: Tensor, scale: Tensor | None, new: Tensor, slot_mapping: Te
 
     Cost: reads and writes n vectors; on an accelerator the host does not wait.
     """
+    new = new.resolve_neg()  # of the imaginary part of a conjugate torch keeps only that it is negated
     if new.untyped_storage().data_ptr() == values.untyped_storage().data_ptr():
         # rows are written in any order, some perhaps before they are read
         new = new.clone()

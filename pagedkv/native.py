@@ -1,29 +1,34 @@
 """The native CPU library: where it is, why it is not, and writing keys and values through it.
 
-``setup.py`` compiles ``pagedkv/csrc`` into ``pagedkv/_native*.so``, a plain C library without ties to an
-interpreter or to torch, loaded here through ctypes, which lets go of the GIL while a call runs. Without it
-everything works, slower.
+``setup.py`` compiles ``pagedkv/csrc`` into ``pagedkv/_native*.so``, a C library without ties to a version of
+torch or of the interpreter, called through ctypes, which lets go of the GIL while a call runs. It is also a
+module with one function, ``attend``, which takes tensors as they are. Without it everything works, slower.
+
+It computes on the threads of torch's OpenMP, where torch has such: a pool of its own would get no core beside
+them, since they spin for milliseconds after each operation.
 
 The instruction set is chosen when a call is made: the best that the CPU has. ``PAGEDKV_CPU_ISA`` in the
 environment, or ``force_isa``, asks for a lesser one.
 """
 
 import ctypes
+import importlib
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagedkv.errors import PagedKVError
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 # As csrc/abi.h numbers them.
 ISAS = ("auto", "portable", "avx2", "avx512", "avx512-dot")
@@ -54,38 +59,77 @@ class Call:
 
 
 @cache
-def _load() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
-    folder = Path(__file__).parent
-    for suffix in EXTENSION_SUFFIXES:
-        path = folder / f"_native{suffix}"
-        if path.is_file():
-            break
-    else:
-        return "the native library was not built: a C++ compiler was missing when pagedkv was installed"
+def _load() -> tuple[ctypes.CDLL, ModuleType] | str:
+    """The library, and the same as a module; or why there is none."""
     try:
-        library = ctypes.CDLL(str(path))
+        module = importlib.import_module("pagedkv._native")
+        library = ctypes.CDLL(str(module.__file__))
         version = library.pagedkv_abi_version()
-    except (OSError, AttributeError) as error:
+    except ModuleNotFoundError:
+        return "the native library was not built: a C++ compiler was missing when pagedkv was installed"
+    except (ImportError, OSError, AttributeError) as error:
         return f"the native library does not load: {error}"
     if version != ABI_VERSION:
-        return f"{path.name} is of another version ({version}, not {ABI_VERSION}): install pagedkv again"
+        name = Path(str(module.__file__)).name
+        return f"{name} is of another version ({version}, not {ABI_VERSION}): install pagedkv again"
     for name in ("pagedkv_best_isa", "pagedkv_attend", "pagedkv_write_kv", "pagedkv_advise_huge"):
         getattr(library, name).restype = ctypes.c_int64
-    for name in ("pagedkv_attend", "pagedkv_write_kv", "pagedkv_read_blocks"):
+    for name in ("pagedkv_attend", "pagedkv_write_kv", "pagedkv_read_blocks", "pagedkv_use_team"):
         getattr(library, name).argtypes = [ctypes.c_void_p]
     library.pagedkv_read_blocks.restype = ctypes.c_uint64
+    library.pagedkv_use_team.restype = None
     library.pagedkv_advise_huge.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     best = int(library.pagedkv_best_isa())
     if _isa > best:
         return f"PAGEDKV_CPU_ISA asks for {ISAS[_isa]}, the best of this CPU is {ISAS[best]}"
-    return library
+    library.pagedkv_use_team(_team_of_torch())
+    return library, module
+
+
+@cache
+def _team_of_torch() -> int | None:
+    """The address of ``GOMP_parallel`` in the OpenMP runtime that torch computes with; None without one."""
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        # a symbol is looked up in the library and in what that depends on, and nowhere else
+        torch_cpu = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        return ctypes.cast(torch_cpu.GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+@contextmanager
+def own_threads() -> Iterator[None]:
+    """Compute on a pool of the library's own, while the context lasts: for tests and comparisons."""
+    library().pagedkv_use_team(None)
+    try:
+        yield
+    finally:
+        library().pagedkv_use_team(_team_of_torch())
+
+
+@cache
+def attend() -> Callable[..., int] | None:
+    """Attention that takes torch's tensors as they are; None without the library or with a torch before 2.10.
+
+    See csrc/attend_tensors.cpp. It answers a status, and writes nothing unless that is 0.
+    """
+    found, table = _load(), getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if isinstance(found, str) or table is None:
+        return None
+    module: Any = found[1]
+    try:
+        module.use_exchange(table)
+    except (ImportError, TypeError, ValueError):
+        return None  # a table of another kind
+    function: Callable[..., int] = module.attend
+    return function
 
 
 def reason() -> str | None:
     """Why the native library cannot be used here; None if it can. O(1) after the first call."""
-    library = _load()
-    return library if isinstance(library, str) else None
+    found = _load()
+    return found if isinstance(found, str) else None
 
 
 def library() -> ctypes.CDLL:
@@ -97,7 +141,7 @@ def library() -> ctypes.CDLL:
     found = _load()
     if isinstance(found, str):
         raise PagedKVError(found)
-    return found
+    return found[0]
 
 
 def available_isas() -> tuple[str, ...]:

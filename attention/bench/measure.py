@@ -97,7 +97,7 @@ class CellResult:
 def measure_cell(cell: Cell, plan: Plan) -> CellResult:
     """Make the pool, check that all contenders agree, and time them in interleaved rounds.
 
-    Every contender reads other blocks at every call; its order in a round moves by one each round. Before the
+    Every contender reads other blocks at every call; the order in a round is a random one. Before the
     rounds each result is compared with that of the torch backend over the same set.
     """
     needed = cell.pool_bytes(plan.cold_bytes)

@@ -1,5 +1,6 @@
 """Interleaved rounds: what disturbs the machine disturbs all alike, and ratios within a round hold."""
 
+import random
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -33,7 +34,8 @@ def interleaved(
 ) -> list[Round]:
     """Rounds in which everybody is called once, at first, and later those who are quick.
 
-    Each call takes the next set, whoever calls, and who begins changes from round to round.
+    Each call takes the next set, whoever calls. The order is another in every round (from a fixed seed): who
+    comes after whom matters, since a call finds caches and threads as the one before has left them.
 
     Args:
         contenders: at least one.
@@ -42,13 +44,13 @@ def interleaved(
         device, clock: see `call_seconds`.
     """
     rounds: list[Round] = []
+    order = random.Random(0)
     calls = 0
     active = list(contenders)
     end = time.perf_counter()
     while len(rounds) < least_rounds or (len(rounds) < MOST_ROUNDS and time.perf_counter() < end):
         spent = {}
-        begin = len(rounds) % len(active)
-        for contender in (*active[begin:], *active[:begin]):
+        for contender in order.sample(active, len(active)):
             spent[contender.name] = call_seconds(contender, calls % num_sets, device, clock)
             calls += 1
         rounds.append(spent)

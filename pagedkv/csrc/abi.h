@@ -1,4 +1,4 @@
-// The C interface of the native CPU backend, as pagedkv/native.py calls it through ctypes.
+// The C interface of the native CPU backend, as pagedkv/native.py and attend_tensors.cpp call it.
 //
 // Every field is 8 bytes wide (pointer, int64 or double), so that Python packs a call with one format string.
 // Strides count elements, except where they say bytes. Nothing here keeps a pointer after the call returns.
@@ -14,7 +14,7 @@
 namespace pagedkv {
 
 // Raised whenever a struct or the meaning of a field changes; Python refuses a library of another number.
-constexpr int64_t kAbiVersion = 2;
+constexpr int64_t kAbiVersion = 3;
 
 enum Dtype : int64_t { kFp32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kFp8 = 4 };
 
@@ -94,3 +94,6 @@ PAGEDKV_EXPORT int64_t pagedkv_write_kv(const pagedkv::WriteCall* call);
 
 // Asks for huge pages under [start, start + bytes). 0, or errno.
 PAGEDKV_EXPORT int64_t pagedkv_advise_huge(void* start, int64_t bytes);
+
+// GOMP_parallel of the OpenMP runtime that computes for torch, so that calls run on its threads; null: on our own.
+PAGEDKV_EXPORT void pagedkv_use_team(void* gomp_parallel);

@@ -67,8 +67,7 @@ PAGEDKV_EXPORT int64_t pagedkv_attend(pagedkv::AttendCall* call) {
     if (status != kOk) return status;
     set_shapes(a, *call);
     if (!allocate(a)) return kNoMemory;
-    // more threads than items would wake up for nothing
-    run_on_threads(job, &a, (int)std::min<int64_t>(a.items.threads(), a.items.size()));
+    run_on_threads(job, &a, a.items.threads(), a.items.size());
     // a thread without memory claims nothing and leaves the items to the others
     return a.next_item.load() < a.items.size() ? kNoMemory : kOk;
 }

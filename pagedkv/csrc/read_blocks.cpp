@@ -66,6 +66,6 @@ void read_items(void* context) {
 PAGEDKV_EXPORT uint64_t pagedkv_read_blocks(const pagedkv::ReadCall* call) {
     using namespace pagedkv;
     Reading reading{call, {0}, {0}, choose_kernels(kAuto, kFp32, kFp32, 1)->read_stretch};
-    run_on_threads(read_items, &reading, (int)call->threads);
+    run_on_threads(read_items, &reading, (int)call->threads, INT64_MAX);
     return reading.sum.load();
 }

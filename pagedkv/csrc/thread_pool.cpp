@@ -2,12 +2,15 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
 #include <new>
 #include <thread>
+
+#include "abi.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -32,8 +35,6 @@ inline void relax() {
 class Pool {
   public:
     void run(Job job, void* context, int threads) {
-        std::unique_lock<std::mutex> alone(busy_, std::try_to_lock);
-        if (!alone.owns_lock() || threads < 2) return job(context);
         grow(threads - 1);
         {
             std::lock_guard<std::mutex> lock(mutex_);
@@ -88,7 +89,6 @@ class Pool {
         }
     }
 
-    std::mutex busy_;   // held by the caller whose job this is
     std::mutex mutex_;  // guards what follows
     std::condition_variable wake_, done_;
     std::atomic<unsigned> epoch_{0};  // counts jobs; read by spinning helpers
@@ -96,30 +96,48 @@ class Pool {
     Job job_ = nullptr;
     void* context_ = nullptr;
     int places_ = 0;  // helpers that may still enter
-    int size_ = 0;    // guarded by busy_
+    int size_ = 0;    // helpers there are; of the caller alone
 };
 
-std::atomic<Pool*> pool{nullptr};
+std::atomic_flag busy = ATOMIC_FLAG_INIT;  // set by the caller whose job runs, who alone uses what follows
+Pool* pool = nullptr;
+std::atomic<Team> team{nullptr};
 
-void forget_pool() { pool.store(nullptr); }  // its threads do not exist in the child; it is not freed
+void forget_threads() {  // they do not exist in the child; the pool is not freed
+    pool = nullptr;
+    team.store(nullptr);
+    busy.clear();
+}
 
-Pool* the_pool() {
-    static const int once = pthread_atfork(nullptr, nullptr, forget_pool);
+void run_alone_in_children() {
+    static const int once = pthread_atfork(nullptr, nullptr, forget_threads);
     (void)once;
-    Pool* current = pool.load(std::memory_order_acquire);
-    if (current) return current;
-    Pool* fresh = new (std::nothrow) Pool;
-    if (!fresh || pool.compare_exchange_strong(current, fresh)) return fresh;
-    delete fresh;  // another thread was faster, and nobody saw this one
-    return current;
+}
+
+void run_on_pool(Job job, void* context, int threads) {
+    run_alone_in_children();
+    if (!pool) pool = new (std::nothrow) Pool;
+    if (pool) return pool->run(job, context, threads);
+    job(context);
 }
 
 }  // namespace
 
-void run_on_threads(Job job, void* context, int threads) {
-    Pool* shared = threads > 1 ? the_pool() : nullptr;
-    if (shared) return shared->run(job, context, threads);
-    job(context);
+void run_on_threads(Job job, void* context, int threads, int64_t items) {
+    if (threads < 2 || items < 2 || busy.test_and_set(std::memory_order_acquire)) return job(context);
+    // a team that changes its size ends threads and starts others: it is always as large as torch's
+    if (Team all = team.load(std::memory_order_relaxed))
+        all(job, context, (unsigned)threads, 0);
+    else
+        run_on_pool(job, context, (int)std::min<int64_t>(threads, items));
+    busy.clear(std::memory_order_release);
+}
+
+void use_team(Team given) {
+    run_alone_in_children();
+    team.store(given);
 }
 
 }  // namespace pagedkv
+
+PAGEDKV_EXPORT void pagedkv_use_team(void* gomp_parallel) { pagedkv::use_team((pagedkv::Team)gomp_parallel); }

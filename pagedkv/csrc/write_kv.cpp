@@ -91,7 +91,7 @@ void write_items(void* context) {
 int64_t pass(const WriteCall* call, bool only_check) {
     Writing w{call, choose_kernels(call->isa, kFp32, kFp32, call->dim), only_check, {0}, {0}, {0}};
     const bool share = call->n * call->num_heads * call->dim >= kMinElementsToShare;
-    run_on_threads(write_items, &w, share ? (int)call->threads : 1);
+    run_on_threads(write_items, &w, share ? (int)call->threads : 1, call->n / kTokensPerItem + 1);
     return w.failed.load() ? -1 : w.bad.load();
 }
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedkv import native
@@ -16,6 +17,7 @@ from pagedkv.errors import PagedKVError
 
 pytestmark = pytest.mark.skipif(native.reason() is not None, reason=str(native.reason()))
 
+native_attend: Any = native.attend
 Options = dict[str, Any]
 NOTHING = ("k_scale", "v_scale", "window", "sinks", "softcap", "lse", "block_mass")
 
@@ -55,6 +57,13 @@ def test_it_serves_what_fits(q_len: int | None, int8: bool, make: Callable[[Batc
             assert torch.equal(options[name], checked[name])
 
 
+def negated(x: Tensor) -> Tensor:
+    """A view whose memory holds the negative of every entry."""
+    view = torch.complex(x, -x).conj().imag
+    assert view.is_neg() and torch.equal(view.resolve_neg(), x)
+    return view
+
+
 MISFITS: dict[str, Callable[[Options], Options]] = {
     "q of another head_dim": lambda o: {"q": o["q"][..., 1:]},
     "q of two dimensions": lambda o: {"q": o["q"][0]},
@@ -81,6 +90,13 @@ MISFITS: dict[str, Callable[[Options], Options]] = {
     "a softcap of nothing": lambda _: {"softcap": 0.0},
     "an infinite scale": lambda _: {"scale": float("inf")},
     "another device": lambda o: {"q": o["q"].to("meta")},
+    "a negated q": lambda o: {"q": negated(o["q"])},
+    "a negated v": lambda o: {"v": negated(o["v"])},
+    "negated sinks": lambda o: {"sinks": negated(torch.zeros(o["q"].shape[1]))},
+    "no tensor": lambda o: {"seq_lens": o["seq_lens"].numpy()},
+    "None": lambda _: {"seq_lens": None},
+    "a window beyond 64 bits": lambda _: {"window": 2**80},
+    "a scale in words": lambda _: {"scale": "large"},
 }
 
 
@@ -130,3 +146,28 @@ def test_errors_are_worded_on_the_long_way() -> None:
     batch = make_batch([3, 40]).to(torch.float32)
     with pytest.raises(PagedKVError, match=r"seq_lens must be torch.int32 \(2,\), got torch.int32 \(1,\)"):
         paged_attention(batch.q, batch.k, batch.v, batch.tables, batch.lens[1:])
+
+
+def test_a_negated_view_is_refused_by_name() -> None:
+    """Its memory holds other numbers than torch shows."""
+    batch = make_batch([3, 40]).to(torch.float32)
+    for backend in ("native", "torch", "reference"):
+        with pytest.raises(PagedKVError, match=r"q is a negated view: pass q\.resolve_neg\(\)"):
+            paged_attention(negated(batch.q), batch.k, batch.v, batch.tables, batch.lens, backend=backend)
+
+
+def test_a_torch_without_the_exchange_table_takes_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch before 2.10: the results are the same."""
+    batch = make_batch([3, 40, 90]).to(torch.float32)
+    expected = batch.attend("native")
+    monkeypatch.setattr(native, "attend", lambda: None)
+    assert not attend_at_once(**options_of(batch))
+    assert torch.equal(batch.attend("native"), expected)
+    for table in (None, object(), 3):
+        monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", table, raising=False)
+        assert native_attend.__wrapped__() is None
+
+
+def test_what_torch_offers_is_used() -> None:
+    """From 2.10 on every tensor carries the table; without this the short way would be lost unseen."""
+    assert (native.attend() is not None) == hasattr(torch.Tensor, "__dlpack_c_exchange_api__")

@@ -159,3 +159,18 @@ def test_tokens_may_move_within_the_cache() -> None:
         before = tokens.clone()
         write_kv(values, None, tokens[:n], torch.arange(1, n + 1))
         assert torch.equal(tokens[1 : n + 1], before[:n])
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8])
+def test_a_negated_view_is_written_as_torch_shows_it(dtype: torch.dtype) -> None:
+    """The imaginary part of a conjugate holds the negative of every entry in memory."""
+    new = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
+    view = torch.complex(new, -new).conj().imag
+    assert view.is_neg() and torch.equal(view, new)
+    written = []
+    for x in (view, new):
+        values, scale = torch.zeros(2, 2, 4, 8, dtype=dtype), torch.zeros(2, 2, 4)
+        write_kv(values, scale if dtype == torch.int8 else None, x, torch.tensor([5, 1, 6]))
+        written.append(values)
+    assert written[1].any()
+    assert torch.equal(*written)

@@ -208,11 +208,11 @@ def test_rounds_are_interleaved_and_cold(monkeypatch: pytest.MonkeyPatch) -> Non
     calls: list[tuple[str, int]] = []
     for name in "abc":
         monkeypatch.setitem(PEERS, name, recording(calls, name))
-    plan = Plan(backends=(), peers=("a", "b", "c"), seconds=0.0, cold_bytes=50_000, least_rounds=4)
+    plan = Plan(backends=(), peers=("a", "b", "c"), seconds=0.0, cold_bytes=50_000, least_rounds=8)
     result = measure_cell(small(), plan)
-    rounds = [calls[3 + 3 * i : 6 + 3 * i] for i in range(4)]  # the first three are the comparison
+    rounds = [calls[3 + 3 * i : 6 + 3 * i] for i in range(8)]  # the first three are the comparison
     assert all(sorted(name for name, _ in one) == ["a", "b", "c"] for one in rounds)
-    assert len({tuple(name for name, _ in one) for one in rounds}) == 3
+    assert len({tuple(name for name, _ in one) for one in rounds}) >= 3
     assert result.num_sets > 2
     indices = [index for one in rounds for _, index in one]
     assert all(a != b for a, b in itertools.pairwise(indices))
