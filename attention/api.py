@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from pagedkv.attention.arguments import checked_window
-from pagedkv.attention.op import call_paged_attention
+from pagedkv.attention.cpu_backend import attend_at_once
+from pagedkv.attention.op import NATIVE, is_watched, paged_attention_op
 from pagedkv.errors import PagedKVError
 
 
@@ -98,28 +99,47 @@ def paged_attention(
     >>> [round(x, 4) for x in mass.flatten().tolist()]
     [0.1636, 0.1636, 0.6728]
     """
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
-        _refuse_other_types(q=q, k=k, v=v)
-    if not (isinstance(block_tables, Tensor) and isinstance(seq_lens, Tensor)):
-        _refuse_other_types(block_tables=block_tables, seq_lens=seq_lens)
     if out is None:
+        _require_tensors(q=q, v=v)
         out = q.new_empty(q.shape[:-1] + v.shape[3:])
+    watched = is_watched()
+    # past the dispatcher (2 us, 10 and more with a cold cache) where nobody watches it
+    if (
+        not watched
+        and plan is None
+        and backend in NATIVE
+        and attend_at_once(
+            q, k, v, block_tables, seq_lens, scale, k_scale, v_scale, window, sinks, softcap, out, lse,
+            block_mass,
+        )
+    ):  # fmt: skip
+        return out
+    _require_tensors(q=q, k=k, v=v, block_tables=block_tables, seq_lens=seq_lens)
+    if not watched:
+        _refuse_negated(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse)
     if scale is None:
         # a missing or empty head_dim is refused below, with the shapes in the message
         scale = max(1, q.shape[-1:].numel()) ** -0.5
     if window is not None:
         window = checked_window(window)
-    call_paged_attention(
+    paged_attention_op(
         q, k, v, block_tables, seq_lens, scale, k_scale, v_scale, window, sinks, softcap, out, lse,
         block_mass, plan, backend,
     )  # fmt: skip
     return out
 
 
-def _refuse_other_types(**given: object) -> None:
+def _require_tensors(**given: object) -> None:
     for name, x in given.items():
         if not isinstance(x, Tensor):
             raise PagedKVError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def _refuse_negated(**given: Tensor | None) -> None:
+    """Memory holds other numbers there than torch shows; its dispatcher says only "Expected Tensor"."""
+    for name, x in given.items():
+        if isinstance(x, Tensor) and x.is_neg():
+            raise PagedKVError(f"{name} is a negated view: pass {name}.resolve_neg()")
 
 
 def paged_mla_attention(

@@ -68,7 +68,6 @@ class AttentionArguments:
         self._check_scales()
         self._check_options()
         self._check_outputs()
-        self._check_memory()
         if self.q.dim() == 3:
             self._add_query_dimension()
 
@@ -189,13 +188,6 @@ class AttentionArguments:
         self._check_tensor("seq_lens", self.seq_lens, (num_seqs,), torch.int32)
         if self.plan is not None:
             self._check_plan(self.plan, 2 * num_seqs + 3)
-
-    def _check_memory(self) -> None:
-        """Views that torch negates when it reads them hold other numbers than kernels would find."""
-        for name in ("q", "k", "v", "k_scale", "v_scale", "sinks", "out", "lse", "block_mass"):
-            x = getattr(self, name)
-            if x is not None and x.is_neg():
-                raise PagedKVError(f"{name} is a negated view: pass {name}.resolve_neg()")
 
     def _check_plan(self, plan: Tensor, least: int) -> None:
         if plan.dim() != 1 or len(plan) < least or plan.dtype != torch.int32 or not plan.is_contiguous():

@@ -97,7 +97,7 @@ def attend_at_once(
     v: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
-    scale: float,
+    scale: float | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     window: int | None,
@@ -110,14 +110,12 @@ def attend_at_once(
     """Serve a call whose arguments nobody has checked, if they fit; the library looks at them itself.
 
     Looking at every tensor in Python takes longer than a short call. So where anything is unusual or wrong
-    this only answers False, having written nothing, and ``AttentionArguments`` finds out what it is.
+    this only answers False, having written nothing, and ``AttentionArguments`` finds out what it is. A scale
+    of None is ``1 / sqrt(head_dim)``.
     """
     function = native.attend()
-    if function is None or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg():
+    if function is None:
         return False
-    for option in (k_scale, v_scale, sinks, lse, block_mass):
-        if option is not None and option.is_neg():
-            return False
     status = function(
         q, k, v, block_tables, seq_lens, scale, k_scale, v_scale, window, sinks, softcap, out, lse,
         block_mass, torch.get_num_threads(), native.isa(),

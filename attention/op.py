@@ -1,7 +1,5 @@
 """The operation as torch knows it, ``torch.ops.pagedkv.paged_attention``, whole under ``torch.compile``."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -10,7 +8,7 @@ from pagedkv.attention.cpu_backend import attend_at_once
 from pagedkv.attention.registry import backend_for
 
 # Names that mean the native library for every call on a CPU that it serves.
-_NATIVE = ("auto", "native")
+NATIVE = ("auto", "native")
 
 # Defined and implemented through torch.library.Library: a call costs 3 us, one through custom_op 60.
 _LIBRARY = torch.library.Library("pagedkv", "DEF")  # type: ignore[no-untyped-call]
@@ -40,7 +38,7 @@ def _paged_attention(
     backend: str,
 ) -> None:
     if (
-        backend in _NATIVE
+        backend in NATIVE
         and plan is None
         and attend_at_once(
             q, k, v, block_tables, seq_lens, scale, k_scale, v_scale, window, sinks, softcap, out, lse,
@@ -68,24 +66,12 @@ torch.library.register_fake("pagedkv::paged_attention", _paged_attention_fake, l
 paged_attention_op = torch.ops.pagedkv.paged_attention.default
 
 
-# Types of arguments that have no say in how an operation is dispatched.
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, float, int, str, type(None)))
-
-
 # Not public; without them every call goes through the dispatcher.
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", None)
 _transform = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
 
 
-def call_paged_attention(*args: Any) -> None:
-    """The operation, past the dispatcher (2 us, 10 and more with a cold cache) where nobody watches it."""
-    if _is_watched() or not _PLAIN.issuperset(map(type, args)):
-        paged_attention_op(*args)
-    else:
-        _paged_attention(*args)
-
-
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether a compiler, a mode (fake tensors, tracing) or a transform wants to see operations."""
     if torch.compiler.is_compiling() or _dispatch_modes is None or _transform is None:
         return True

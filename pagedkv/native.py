@@ -119,7 +119,7 @@ def attend() -> Callable[..., int] | None:
         return None
     module: Any = found[1]
     try:
-        module.use_exchange(table)
+        module.use_exchange(table, torch.Tensor, torch.nn.Parameter, torch.Tensor.is_neg)
     except (ImportError, TypeError, ValueError):
         return None  # a table of another kind
     function: Callable[..., int] = module.attend

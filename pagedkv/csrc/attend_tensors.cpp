@@ -8,7 +8,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <cstring>
+#include <cmath>
 
 #include "abi.h"
 
@@ -38,6 +38,8 @@ struct ExchangeTable {
 };
 
 const ExchangeTable* exchange = nullptr;
+PyObject *tensor_type = nullptr, *parameter_type = nullptr;  // no other type: subclasses may act on a call
+PyObject* is_neg = nullptr;  // torch.Tensor.is_neg: what torch shows is the negative of what memory holds
 
 constexpr int64_t kLargestWindow = INT32_MAX - 8;  // as attention/arguments.py has it
 
@@ -90,10 +92,21 @@ class Reader {
 
   private:
     bool look(PyObject* object, DLTensor* x) {
+        PyObject* const type = (PyObject*)Py_TYPE(object);
+        if (type != tensor_type && type != parameter_type) return ok = false;
         const bool is_tensor = exchange->look(object, x) == 0;
         if (!is_tensor) PyErr_Clear();
-        if (is_tensor && x->device_type == kOnCpu && x->lanes == 1) return true;
+        if (is_tensor && x->device_type == kOnCpu && x->lanes == 1 && !(x->code != kInt && is_negated(object)))
+            return true;
         return ok = false;
+    }
+
+    static bool is_negated(PyObject* tensor) {
+        PyObject* answer = PyObject_CallFunctionObjArgs(is_neg, tensor, nullptr);
+        if (!answer) PyErr_Clear();
+        const bool no = answer == Py_False;
+        Py_XDECREF(answer);
+        return !no;
     }
 
     static int64_t number_of(const DLTensor& x) {
@@ -133,12 +146,14 @@ bool read_tensors(PyObject* const* given, AttendCall* call) {
 }
 
 bool read_numbers(PyObject* const* given, AttendCall* call) {
-    call->scale = PyFloat_AsDouble(given[kScale]);
+    const bool has_scale = given[kScale] != Py_None;
+    call->scale = has_scale ? PyFloat_AsDouble(given[kScale]) : std::pow((double)call->head_dim, -0.5);
     call->softcap = given[kSoftcap] == Py_None ? 0 : PyFloat_AsDouble(given[kSoftcap]);
     call->window = given[kWindow] == Py_None ? 0 : PyLong_AsLongLong(given[kWindow]);
     call->threads = PyLong_AsLongLong(given[kThreads]);
     call->isa = PyLong_AsLongLong(given[kAskedIsa]);
     if (PyErr_Occurred()) return PyErr_Clear(), false;
+    if (given[kWindow] == Py_True || given[kWindow] == Py_False) return false;
     if (given[kSoftcap] != Py_None && !(call->softcap > 0)) return false;
     return given[kWindow] == Py_None || (call->window > 0 && call->window <= kLargestWindow);
 }
@@ -155,17 +170,23 @@ PyObject* attend(PyObject*, PyObject* const* given, Py_ssize_t count) {
     return PyLong_FromLongLong(status);
 }
 
-PyObject* use_exchange(PyObject*, PyObject* capsule) {
+PyObject* use_exchange(PyObject*, PyObject* arguments) {
+    PyObject *capsule, *tensor, *parameter, *negated;
+    if (!PyArg_ParseTuple(arguments, "OOOO", &capsule, &tensor, &parameter, &negated)) return nullptr;
     const auto* table = (const ExchangeTable*)PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!table) return nullptr;
     if (table->major != 1) return PyErr_Format(PyExc_ImportError, "DLPack %u, not 1", (unsigned)table->major);
     exchange = table;
+    tensor_type = Py_NewRef(tensor);
+    parameter_type = Py_NewRef(parameter);
+    is_neg = Py_NewRef(negated);
     Py_RETURN_NONE;
 }
 
 PyMethodDef methods[] = {
     {"attend", (PyCFunction)(void (*)(void))attend, METH_FASTCALL, "A Status, see attention/cpu_backend.py."},
-    {"use_exchange", use_exchange, METH_O, "Read tensors through torch.Tensor.__dlpack_c_exchange_api__."},
+    {"use_exchange", use_exchange, METH_VARARGS,
+     "(torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter, torch.Tensor.is_neg)"},
     {nullptr, nullptr, 0, nullptr},
 };
 

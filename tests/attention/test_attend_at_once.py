@@ -148,12 +148,15 @@ def test_errors_are_worded_on_the_long_way() -> None:
         paged_attention(batch.q, batch.k, batch.v, batch.tables, batch.lens[1:])
 
 
-def test_a_negated_view_is_refused_by_name() -> None:
+@pytest.mark.parametrize("backend", ["native", "torch", "reference"])
+def test_a_negated_view_is_refused_by_name(backend: str) -> None:
     """Its memory holds other numbers than torch shows."""
     batch = make_batch([3, 40]).to(torch.float32)
-    for backend in ("native", "torch", "reference"):
-        with pytest.raises(PagedKVError, match=r"q is a negated view: pass q\.resolve_neg\(\)"):
-            paged_attention(negated(batch.q), batch.k, batch.v, batch.tables, batch.lens, backend=backend)
+    given = {"q": batch.q, "k": batch.k, "v": batch.v, "out": torch.zeros_like(batch.q)}
+    for name, x in given.items():
+        changed: Options = given | {name: negated(x)}
+        with pytest.raises(PagedKVError, match=rf"^{name} is a negated view: pass {name}\.resolve_neg\(\)$"):
+            paged_attention(**changed, block_tables=batch.tables, seq_lens=batch.lens, backend=backend)
 
 
 def test_a_torch_without_the_exchange_table_takes_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
