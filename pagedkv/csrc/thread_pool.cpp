@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -19,6 +20,13 @@
 namespace pagedkv {
 
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A team ends when its last thread does. Longer than any item takes means that a thread had no core: others
+// compute on this machine, and each call would wait for the next time slice (measured: 8 ms instead of 0.4).
+constexpr auto kPatience = std::chrono::milliseconds(2);
+constexpr auto kWithoutTeam = std::chrono::seconds(1);
 
 // About 20 us: decode steps of consecutive layers come closer than that, and a longer spin takes the core
 // from whoever else needs it.
@@ -99,9 +107,10 @@ class Pool {
     int size_ = 0;    // helpers there are; of the caller alone
 };
 
+std::atomic<Team> team{nullptr};
 std::atomic_flag busy = ATOMIC_FLAG_INIT;  // set by the caller whose job runs, who alone uses what follows
 Pool* pool = nullptr;
-std::atomic<Team> team{nullptr};
+Clock::time_point team_again;  // until then the team is left alone
 
 void forget_threads() {  // they do not exist in the child; the pool is not freed
     pool = nullptr;
@@ -121,13 +130,34 @@ void run_on_pool(Job job, void* context, int threads) {
     job(context);
 }
 
+struct TeamJob {
+    Job job;
+    void* context;
+    pthread_t caller;
+    Clock::time_point caller_done;
+};
+
+void run_in_team(void* given) {
+    TeamJob& mine = *(TeamJob*)given;
+    mine.job(mine.context);
+    if (pthread_equal(pthread_self(), mine.caller)) mine.caller_done = Clock::now();
+}
+
+void run_on_team(Team all, Job job, void* context, int threads) {
+    TeamJob shared{job, context, pthread_self(), {}};
+    // a team that changes its size ends threads and starts others: it is always as large as torch's
+    all(run_in_team, &shared, (unsigned)threads, 0);
+    const Clock::time_point end = Clock::now();
+    if (end - shared.caller_done > kPatience) team_again = end + kWithoutTeam;
+}
+
 }  // namespace
 
 void run_on_threads(Job job, void* context, int threads, int64_t items) {
     if (threads < 2 || items < 2 || busy.test_and_set(std::memory_order_acquire)) return job(context);
-    // a team that changes its size ends threads and starts others: it is always as large as torch's
-    if (Team all = team.load(std::memory_order_relaxed))
-        all(job, context, (unsigned)threads, 0);
+    const Team all = team.load(std::memory_order_relaxed);
+    if (all && Clock::now() >= team_again)
+        run_on_team(all, job, context, threads);
     else
         run_on_pool(job, context, (int)std::min<int64_t>(threads, items));
     busy.clear(std::memory_order_release);
@@ -135,7 +165,10 @@ void run_on_threads(Job job, void* context, int threads, int64_t items) {
 
 void use_team(Team given) {
     run_alone_in_children();
+    while (busy.test_and_set(std::memory_order_acquire)) relax();
     team.store(given);
+    team_again = {};
+    busy.clear(std::memory_order_release);
 }
 
 }  // namespace pagedkv

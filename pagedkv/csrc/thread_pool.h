@@ -12,7 +12,8 @@ typedef void (*Job)(void* context);
 //
 // With use_team the helpers are those of torch's OpenMP. They spin for milliseconds after every operation of
 // torch, and a second pool beside them gets no core: int8, 8 x 1,024 tokens after a matrix product, 1.3 to 2.3
-// times as long. Else it is our own pool:
+// times as long. But a team waits for all of its threads, so where others compute on the machine, too, and it
+// kept its caller waiting, jobs run on our own pool for a second, as they do without a team:
 //
 //   caller   | publish | job(context) ........ | close | wait for helpers inside |
 //   helper        | wake | job(context) ..... |
@@ -28,7 +29,7 @@ void run_on_threads(Job job, void* context, int threads, int64_t items);
 // GOMP_parallel of an OpenMP runtime: runs a function once in each of so many threads.
 typedef void (*Team)(Job job, void* context, unsigned threads, unsigned flags);
 
-// The team for all jobs from now on; null: our own pool. Not while a job runs.
+// The team for all jobs from now on; null: our own pool. Waits for a job that runs.
 void use_team(Team team);
 
 }  // namespace pagedkv

@@ -1,7 +1,9 @@
 """The threads of the native CPU backend, mostly in processes of their own."""
 
+import ctypes
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +14,9 @@ from pagedkv import native
 from pagedkv.attention.testing import make_batch
 
 pytestmark = pytest.mark.skipif(native.reason() is not None, reason=str(native.reason()))
+
+JOB = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+TEAM = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
 FORK = """
 import os, torch
@@ -92,6 +97,33 @@ def test_both_kinds_of_threads_give_the_same_bits() -> None:
             with native.own_threads():
                 assert torch.equal(batch.attend("native"), expected)
             assert torch.equal(batch.attend("native"), expected)
+
+
+def test_a_team_that_keeps_its_caller_waiting_is_left_for_a_while() -> None:
+    """It ends with its last thread, which on a busy machine waits for a core; our own pool does not."""
+    batch = make_batch([4000], heads=(8, 4), dims=(64, 64), block_size=16).to(torch.float32)
+    calls: list[int] = []
+    pauses = [0.0]
+
+    def team(job: int, context: int, threads: int, _flags: int) -> None:
+        JOB(job)(context)
+        calls.append(threads)
+        time.sleep(pauses[-1])
+
+    library, callback = native.library(), TEAM(team)
+    with two_threads():
+        expected = batch.attend("native")
+        try:
+            for pause, served in ((0.0, 3), (0.01, 1)):
+                calls.clear()
+                pauses.append(pause)
+                library.pagedkv_use_team(ctypes.cast(callback, ctypes.c_void_p))
+                for _ in range(3):
+                    assert torch.equal(batch.attend("native"), expected)
+                assert calls == [2] * served
+        finally:
+            with native.own_threads():  # leaving it brings torch's team back
+                pass
 
 
 @contextmanager
