@@ -103,24 +103,30 @@ def test_a_team_that_keeps_its_caller_waiting_is_left_for_a_while() -> None:
     """It ends with its last thread, which on a busy machine waits for a core; our own pool does not."""
     batch = make_batch([4000], heads=(8, 4), dims=(64, 64), block_size=16).to(torch.float32)
     calls: list[int] = []
-    pauses = [0.0]
+    pause = 0.0
 
     def team(job: int, context: int, threads: int, _flags: int) -> None:
         JOB(job)(context)
         calls.append(threads)
-        time.sleep(pauses[-1])
+        time.sleep(pause)
 
     library, callback = native.library(), TEAM(team)
+
+    def served_of_three() -> int:
+        calls.clear()
+        library.pagedkv_use_team(ctypes.cast(callback, ctypes.c_void_p))
+        for _ in range(3):
+            assert torch.equal(batch.attend("native"), expected)
+        assert set(calls) == {2}
+        return len(calls)
+
     with two_threads():
         expected = batch.attend("native")
         try:
-            for pause, served in ((0.0, 3), (0.01, 1)):
-                calls.clear()
-                pauses.append(pause)
-                library.pagedkv_use_team(ctypes.cast(callback, ctypes.c_void_p))
-                for _ in range(3):
-                    assert torch.equal(batch.attend("native"), expected)
-                assert calls == [2] * served
+            # on a busy machine this team, too, keeps its caller waiting now and then
+            assert any(served_of_three() == 3 for _ in range(50))
+            pause = 0.01
+            assert served_of_three() == 1
         finally:
             with native.own_threads():  # leaving it brings torch's team back
                 pass
