@@ -5,6 +5,29 @@ from pagedkv.page_table import Int32Array
 VERSION: int
 
 def are_tokens(array: Any, /) -> bool: ...
+def take(pool: Any, index: Any, order: Any, fresh: Any, shared: Any, /) -> int: ...
+def give_up(pool: Any, index: Any, order: Any, ids: Any, /) -> bool: ...
+def cut_row(
+    pool: Any,
+    index: Any,
+    order: Any,
+    blocks: Any,
+    seq_len: Any,
+    committed: Any,
+    row: int,
+    num_tokens: int,
+    /,
+) -> bool: ...
+def plan_growth(
+    pool: Any, index: Any, blocks: Any, seq_len: Any, rows: Any, num_tokens: int, shared: Any, /
+) -> tuple[int, int, int]: ...
+def grow_rows(
+    blocks: Any, seq_len: Any, rows: Any, block_size: int, num_tokens: int, fresh: Any, /
+) -> None: ...
+def commit_row(index: Any, blocks: Any, row: int, start: int, tokens: Any, /) -> bool: ...
+def store_tokens(
+    index: Any, blocks: Any, seq_len: Any, committed: Any, rows: Any, tokens: Any, full: Any, /
+) -> int: ...
 
 class Pool:
     _num_free: int

@@ -1,17 +1,24 @@
 """Blocks with content: the pool, the prefix index and the eviction policy, kept in step."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv import core
 from pagedkv.block_pool import CACHED, FREE, NO_BLOCKS, BlockPool
 from pagedkv.copies import PendingCopies
 from pagedkv.events import EventLog
 from pagedkv.fences import Fences
 from pagedkv.namespace import ExtraKeys
-from pagedkv.page_table import Int32Array
+from pagedkv.page_table import Int32Array, PageTable
 from pagedkv.policies.index_view import IndexView
+from pagedkv.policies.lru import LRU
 from pagedkv.policies.policy import EvictionPolicy
 from pagedkv.prefix_index import PrefixIndex
+
+if TYPE_CHECKING or core.reason() is None:
+    from pagedkv._core import commit_row, cut_row, give_up, take
 
 
 class BlockCache:
@@ -27,6 +34,8 @@ class BlockCache:
         self.index = PrefixIndex(num_blocks, block_size)
         self.extra_keys = ExtraKeys()
         self.policy = policy
+        # exactly: a class derived from it may want to hear of every step
+        self._all_compiled = core.reason() is None and type(policy) is LRU
         self._view = IndexView(num_blocks, self.index, self.extra_keys)
         policy.bind(self._view)
         self.fences = Fences(self._give_up)
@@ -48,6 +57,19 @@ class BlockCache:
         ``spared`` blocks, whose parents are ``shared``, are not evicted. ``doomed`` cached blocks, children
         first, are evicted in any case, and before any other.
         """
+        if self._all_compiled and not (
+            len(spared) or len(doomed) or len(self.extra_keys) or self.events.recording
+        ):
+            new: Int32Array = np.empty(num_new, np.int32)
+            num_evicted = take(self.pool, self.index, self.policy, new, shared)
+            if num_evicted >= 0:
+                self.num_evicted += num_evicted
+                return new
+        return self._acquire_stepwise(num_new, shared, spared, doomed)
+
+    def _acquire_stepwise(
+        self, num_new: int, shared: Int32Array, spared: Int32Array, doomed: Int32Array
+    ) -> Int32Array:
         keep = np.concatenate([shared, spared]) if len(spared) else shared
         victims = self._victims(max(0, num_new - self.pool.num_free), keep, doomed)
         num_idle = self.pool.num_cached
@@ -95,8 +117,38 @@ class BlockCache:
         else:
             self._give_up(ids)
 
+    def cut_row(self, tables: PageTable, row: int, num_tokens: int) -> None:
+        """Cut a sequence to its first ``num_tokens``, and ``release`` the blocks beyond.
+
+        In one step where nobody else has to be told: no fence, no pending copy, no policy in Python.
+        """
+        if not (
+            self._all_compiled
+            and not self.fences
+            and not self.copies
+            and cut_row(
+                self.pool,
+                self.index,
+                self.policy,
+                tables.blocks,
+                tables.seq_len,
+                tables.committed,
+                row,
+                num_tokens,
+            )
+        ):
+            self.release(tables.beyond(row, num_tokens)[::-1])
+            tables.cut(row, num_tokens)
+
     def _give_up(self, ids: Int32Array) -> None:
         """Drop one reference each; full committed blocks without any stay cached."""
+        if not (self._all_compiled and give_up(self.pool, self.index, self.policy, ids)):
+            self._give_up_stepwise(ids)
+        if len(self.copies):
+            state = self.pool.state
+            self.copies.drop([block for block in self.copies.into(ids) if state[block] == FREE])
+
+    def _give_up_stepwise(self, ids: Int32Array) -> None:
         self.policy.make_room(len(ids))
         cached = self.pool.release(ids, self.index.indexed[ids])
         self.policy.push(cached)
@@ -104,8 +156,6 @@ class BlockCache:
         if surplus is not None:
             self.policy.evict(surplus)
             self._evict(surplus, "policy")
-        if len(self.copies):
-            self.copies.drop(ids[self.pool.state[ids] == FREE])
 
     def fenced_only(self) -> Int32Array:
         """Blocks that nothing but fences holds."""
@@ -115,6 +165,17 @@ class BlockCache:
         ids, counts = np.unique(np.concatenate(held), return_counts=True)
         alone: Int32Array = ids[self.pool.ref_count[ids] == counts]
         return alone
+
+    def extend_content(self, tables: PageTable, row: int, start: int, tokens: Int32Array) -> bool:
+        """Store committed ``tokens`` of a row and index what they fill, in one step.
+
+        False where more is to be done: somebody has to be told, or an equal block is indexed already.
+        """
+        return (
+            self._all_compiled
+            and not self.events.recording
+            and commit_row(self.index, tables.blocks, row, start, tokens)
+        )
 
     def share(self, ids: Int32Array, tokens: Int32Array, extra: Int32Array, parent: int) -> Int32Array:
         """Make full committed blocks findable behind ``parent``; returns the blocks to hold instead.
@@ -160,9 +221,9 @@ class BlockCache:
             else:
                 self.events.cleared()
 
-    def withdraw(self, ids: Int32Array) -> None:
-        """Let held blocks lose their content: their holder is about to write something else there."""
-        self._forget(ids, "rewritten")
+    def withdraw(self, ids: Int32Array, reason: str = "rewritten") -> None:
+        """Let nobody find held blocks any more: their holder is about to write something else there."""
+        self._forget(ids, reason)
         self.policy.forget(ids)
 
     def idle_behind(self, blocks: Int32Array) -> Int32Array | None:
@@ -178,8 +239,8 @@ class BlockCache:
     def replace(self, old: Int32Array, new: Int32Array) -> None:
         """Let ``new`` blocks take the place of shared tails: note the copies, give up the old ones."""
         self.copy(old, new)
-        for block in old:  # one by one, since several rows may hold the same tail
-            self.release(block.reshape(1))
+        for block in old.reshape(-1, 1):  # one by one, since several rows may hold the same tail
+            self.release(block)
 
     def copy(self, src: Int32Array, dst: Int32Array) -> None:
         """Let new blocks ``dst`` begin with what ``src`` hold, once the engine has run the copies."""

@@ -23,16 +23,13 @@ class DecodeBatch(NamedTuple):
     block_tables: [num_seqs, max_blocks] int32, NULL_BLOCK beyond a sequence's blocks.
     seq_lens: [num_seqs] int32, tokens to attend to, the newest included.
     slot_mapping: [num_seqs] int64, slot of each sequence's newest token (PAD_SLOT if it has none).
+    positions: [num_seqs] int64, true position of each sequence's newest token, for rotary embeddings.
     """
 
     block_tables: Tensor
     seq_lens: Tensor
     slot_mapping: Tensor
-
-    @property
-    def positions(self) -> Tensor:
-        """[num_seqs] int64, position of each sequence's newest token, for rotary embeddings."""
-        return self.seq_lens.long() - 1
+    positions: Tensor
 
 
 class PagedKVCache:
@@ -175,9 +172,8 @@ class PagedKVCache:
         block_tables = np.empty((len(lengths), columns), np.int32)
         seq_lens, slots = np.empty(len(lengths), np.int32), np.empty(len(lengths), np.int64)
         tables.write_block_tables(seq_ids, block_tables, seq_lens, slots)
-        return DecodeBatch(
-            *(torch.from_numpy(x).to(self.storage.device) for x in (block_tables, seq_lens, slots))
-        )
+        parts = block_tables, seq_lens, slots, tables.positions(seq_ids)
+        return DecodeBatch(*(torch.from_numpy(x).to(self.storage.device) for x in parts))
 
     def write(self, layer: int, k: Tensor, v: Tensor | None, slot_mapping: Tensor) -> None:
         """Store keys and values of tokens at their slots; see ``KVStorage.write``."""

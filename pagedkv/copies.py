@@ -1,5 +1,6 @@
 """Blocks that wait to be copied before anything else is written."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +80,12 @@ class PendingCopies:
                         "run the copies first (copies.take)"
                     )
 
-    def drop(self, ids: Int32Array) -> None:
+    def into(self, ids: Int32Array) -> set[int]:
+        """Which of these blocks await a copy."""
+        blocks: list[int] = ids.tolist()
+        return self._src_of.keys() & blocks
+
+    def drop(self, blocks: Iterable[int]) -> None:
         """Forget copies into blocks that no longer have content."""
-        for block in ids.tolist():
+        for block in blocks:
             self._src_of.pop(block, None)

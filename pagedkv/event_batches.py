@@ -12,9 +12,11 @@ One message is msgpack, with out-of-band a batch number that counts from 0 witho
     AllBlocksCleared   none
 
 An event is a map of its fields with the tag under "type" (vLLM since mid 2026), or an array that begins
-with the tag (before that); see `WireFormat`. ``lora_id`` and ``lora_name`` are null: the digests tell
-namespaces and media apart, the other fields do not. A router that hashes ``token_ids`` by itself should
-follow managers of one namespace only; one that looks up `prefix_digests` may follow any.
+with the tag (before that); see `WireFormat`. ``medium`` is the tier: "GPU" for the device, "CPU" for the
+host, else its name. ``group_idx`` is the group of layers, 0 but for a hybrid manager. ``lora_id`` and
+``lora_name`` are null: the digests tell namespaces and media apart, the other fields do not. A router that
+hashes ``token_ids`` by itself should follow managers of one namespace only; one that looks up
+`prefix_digests` may follow any.
 
 Needs msgspec: ``pip install "pagedkv[events]"``.
 """
@@ -26,7 +28,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pagedkv.content import as_token_array
 from pagedkv.errors import PagedKVError, require_count
-from pagedkv.events import BlocksCleared, BlocksRemoved, BlocksStored, Event
+from pagedkv.events import DEVICE, HOST, BlocksCleared, BlocksRemoved, BlocksStored, Event
 
 HashKind = Literal["int", "bytes"]
 Layout = Literal["map", "array"]
@@ -75,11 +77,14 @@ class _Stored(NamedTuple):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
 
 
 class _Removed(NamedTuple):
     block_hashes: list[int | bytes]
     medium: str | None = None
+    group_idx: int | None = None
 
 
 class _Cleared(NamedTuple):
@@ -93,6 +98,10 @@ class _Message(NamedTuple):
 
 
 _KINDS: dict[str, Any] = {"BlockStored": _Stored, "BlockRemoved": _Removed, "AllBlocksCleared": _Cleared}
+MEDIA = {HOST: "CPU"}
+"""What vLLM calls tiers; others go by their name, and the device by what `WireFormat` says."""
+
+_TIERS: dict[str | None, str] = {None: DEVICE, "GPU": DEVICE, "CPU": HOST}
 _TAGS = {kind: tag for tag, kind in _KINDS.items()}
 
 
@@ -110,8 +119,9 @@ class WireFormat:
     """How events are written.
 
     ``hashes``: "int", the last 64 bits of a digest, which every router reads; or "bytes", whole digests.
-    ``layout``: "map" or "array", see the module. ``medium`` names the tier. ``data_parallel_rank`` tells
-    the replicas of one service apart. Raises ``PagedKVError`` for any other choice.
+    ``layout``: "map" or "array", see the module. ``medium`` is what the device is called;
+    ``data_parallel_rank`` tells the replicas of one service apart. Raises ``PagedKVError`` for any other
+    choice.
     """
 
     hashes: HashKind = "int"
@@ -150,10 +160,14 @@ class WireFormat:
             return _Cleared()
         hashes = [self._hash(digest) for digest in event.digests]
         if isinstance(event, BlocksRemoved):
-            return _Removed(hashes, self.medium)
+            return _Removed(hashes, self._medium(event.tier), event.group)
         parent = None if event.parent is None else self._hash(event.parent)
         tokens, block_size = event.tokens.ravel().tolist(), event.tokens.shape[1]
-        return _Stored(hashes, parent, tokens, block_size, medium=self.medium)
+        medium, group = self._medium(event.tier), event.group
+        return _Stored(hashes, parent, tokens, block_size, medium=medium, group_idx=group)
+
+    def _medium(self, tier: str) -> str:
+        return self.medium if tier == DEVICE else MEDIA.get(tier, tier)
 
     def _hash(self, digest: bytes) -> int | bytes:
         return int_hash(digest) if self.hashes == "int" else digest
@@ -194,13 +208,14 @@ def _event(fields: Any, number: int) -> Event:
     if isinstance(fields, _Cleared):
         return BlocksCleared(number)
     digests = tuple(_digest(value) for value in fields.block_hashes)
+    tier, group = _TIERS.get(fields.medium, fields.medium), fields.group_idx or 0
     if isinstance(fields, _Removed):
-        return BlocksRemoved(number, digests)
+        return BlocksRemoved(number, digests, group=group, tier=tier)
     count, size, tokens = len(digests), fields.block_size, as_token_array(fields.token_ids)
     if size < 1 or len(tokens) != count * size:
         raise PagedKVError(f"{count} blocks of {size} tokens come with {len(tokens)} tokens")
     parent = None if fields.parent_block_hash is None else _digest(fields.parent_block_hash)
-    return BlocksStored(number, parent, digests, tokens.reshape(count, size))
+    return BlocksStored(number, parent, digests, tokens.reshape(count, size), group=group, tier=tier)
 
 
 def _digest(value: int | bytes) -> bytes:

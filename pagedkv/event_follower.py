@@ -11,6 +11,8 @@ from pagedkv.testing import ShadowIndex
 class BatchFollower:
     """What a reader of the batches knows, in ``index``: checks that they give the manager's index.
 
+    For managers of one group; `decode_batch` and ``pagedkv.hybrid.shadow.GroupShadow`` follow several.
+
     ``index`` raises ``AssertionError`` if the events contradict each other. With int hashes its digests are
     the last 8 bytes of the manager's. ``next_number`` is the batch to read next. See `BatchRing`. Not
     thread-safe.
@@ -56,6 +58,12 @@ class BatchFollower:
         assert not missing | extra, f"{len(missing)} blocks are missing, {len(extra)} should not be there"
 
     def _apply(self, batch: EventBatch) -> None:
-        for event in decode_batch(batch.payload, self.index.next_number).events:
+        events = decode_batch(batch.payload, self.index.next_number).events
+        for event in events:
+            if not isinstance(event, BlocksCleared) and event.group:
+                raise PagedKVError(
+                    f"event {event.number} is of group {event.group}: a follower knows group 0"
+                )
+        for event in events:
             self.index.apply(event)
         self.next_number = batch.number + 1

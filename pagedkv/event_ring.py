@@ -1,6 +1,6 @@
 """BatchRing: a manager's events as numbered batches, the newest of them kept for late readers."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -13,7 +13,7 @@ from pagedkv.event_batches import (
     WireFormat,
     require_msgspec,
 )
-from pagedkv.events import BlocksCleared, BlocksRemoved, BlocksStored, Event
+from pagedkv.events import DEVICE, BlocksCleared, BlocksRemoved, BlocksStored, Event
 from pagedkv.page_table import Int32Array
 
 
@@ -50,8 +50,11 @@ class BatchRing:
 
     @property
     def digests(self) -> set[bytes]:
-        """Digests of all blocks that are indexed after the last batch. Cost: O(indexed blocks)."""
-        return set(self._contents.blocks)
+        """Digests of all blocks that are indexed after the last batch, of group 0 if there are several.
+
+        Cost: O(indexed blocks).
+        """
+        return set(self._contents.places[DEVICE, 0])
 
     def publish(self, events: Sequence[Event], timestamp: float) -> EventBatch | None:
         """Encode events as the next batch; None, and no number used, if there are none.
@@ -97,39 +100,44 @@ class BatchRing:
 
 
 class _Contents:
-    """Parent and tokens of each indexed block, by digest; parents were added before their children."""
+    """Parent and tokens of each block of a (tier, group), by digest, in the order in which they came."""
 
     def __init__(self) -> None:
-        self.blocks: dict[bytes, tuple[bytes | None, bytes]] = {}
+        self.places: defaultdict[tuple[str, int], dict[bytes, tuple[bytes | None, bytes]]] = defaultdict(dict)
 
     def apply(self, event: Event) -> None:
         if isinstance(event, BlocksCleared):
-            self.blocks.clear()
-        elif isinstance(event, BlocksRemoved):
+            self.places.clear()
+            return
+        blocks = self.places[event.tier, event.group]
+        if isinstance(event, BlocksRemoved):
             for digest in event.digests:
-                del self.blocks[digest]
+                del blocks[digest]
         else:
             parents = (event.parent, *event.digests[:-1])
             # bytes: a row of the array would keep the whole array alive
             rows = (row.tobytes() for row in event.tokens)
-            self.blocks.update(zip(event.digests, zip(parents, rows, strict=True), strict=True))
+            blocks.update(zip(event.digests, zip(parents, rows, strict=True), strict=True))
 
     def events(self) -> list[Event]:
         """Events, numbered from 0, that give these contents to whoever applies them."""
         events: list[Event] = [BlocksCleared(0)]
-        for digests in self._runs():
-            rows = [np.frombuffer(self.blocks[digest][1], np.int32) for digest in digests]
-            tokens: Int32Array = np.stack(rows)
-            events.append(BlocksStored(len(events), self.blocks[digests[0]][0], tuple(digests), tokens))
+        for (tier, group), blocks in self.places.items():
+            for run in _runs(blocks):
+                tokens: Int32Array = np.stack([np.frombuffer(blocks[digest][1], np.int32) for digest in run])
+                parent = blocks[run[0]][0]
+                digests = tuple(run)
+                events.append(BlocksStored(len(events), parent, digests, tokens, group=group, tier=tier))
         return events
 
-    def _runs(self) -> Iterator[list[bytes]]:
-        """Digests, cut where a block does not follow the one before it."""
-        run: list[bytes] = []
-        for digest, (parent, _) in self.blocks.items():
-            if run and parent != run[-1]:
-                yield run
-                run = []
-            run.append(digest)
-        if run:
+
+def _runs(blocks: dict[bytes, tuple[bytes | None, bytes]]) -> Iterator[list[bytes]]:
+    """Digests, cut where a block does not follow the one before it."""
+    run: list[bytes] = []
+    for digest, (parent, _) in blocks.items():
+        if run and parent != run[-1]:
             yield run
+            run = []
+        run.append(digest)
+    if run:
+        yield run

@@ -9,6 +9,9 @@ from pagedkv.errors import PagedKVError
 from pagedkv.namespace import Media, Namespace
 from pagedkv.page_table import NULL_BLOCK, Int32Array
 
+DEVICE, HOST = "device", "host"
+"""Tiers: where content can be hit. The manager keeps the device; the host, whoever stores blocks there."""
+
 _DIGEST_BYTES = 32
 
 
@@ -22,6 +25,8 @@ class BlocksStored(NamedTuple):
     up to and including block i; ``parent`` is the digest of the block before them, None at the start of a
     sequence. ``tokens`` int32 [n, block_size]. ``extra[i]``, if there are any, is what besides tokens the
     block's content hangs on: (namespace of the sequence, for its first block; media that start in it).
+    ``group``: of which group of layers, for a hybrid manager. ``tier``: where they can be hit, `DEVICE` for
+    all that the manager says itself.
     """
 
     number: int
@@ -29,22 +34,26 @@ class BlocksStored(NamedTuple):
     digests: tuple[bytes, ...]
     tokens: Int32Array
     extra: tuple[ExtraKey | None, ...] = ()
+    group: int = 0
+    tier: str = DEVICE
 
 
 class BlocksRemoved(NamedTuple):
-    """The last copy of these contents is gone; children before their parents.
+    """The last copy of these contents in one tier is gone; on the device, children before their parents.
 
     ``reason``: "capacity" (others needed the room), "policy" (a quota, or a time that ran out),
-    "rewritten" (the only holder goes on writing there).
+    "rewritten" (the only holder goes on writing there), "dropped" (it keeps this, but not what came before).
     """
 
     number: int
     digests: tuple[bytes, ...]
     reason: str = ""
+    group: int = 0
+    tier: str = DEVICE
 
 
 class BlocksCleared(NamedTuple):
-    """Nothing can be hit any more: a reset, or the beginning of a snapshot."""
+    """Nothing can be hit any more, in no tier: a reset, or the beginning of a snapshot."""
 
     number: int
 
@@ -98,6 +107,31 @@ class EventLog:
         """Hand over the events since the last call, oldest first; none unless they are recorded."""
         events, self._events = self._events, []
         return events
+
+    def report(self, event: BlocksStored | BlocksRemoved) -> None:
+        """Add an event of another tier than the device, which is somebody else's; its number is set here.
+
+        For who keeps blocks on the host, say, in a way that any later request can load them: each tier's
+        keeper tells of its own. (A `SwapSpace` has nothing to tell: what it keeps can be had back by one
+        sequence alone.) A ``reset`` clears all tiers. Raises ``PagedKVError`` before ``record``, or for the
+        device. Cost: O(1).
+
+        >>> from pagedkv import KVCacheManager
+        >>> from pagedkv.events import BlocksRemoved
+        >>> manager = KVCacheManager(num_blocks=4, block_size=2)
+        >>> manager.events.record()
+        >>> manager.events.report(BlocksRemoved(0, (b"digest",), "capacity", tier="host"))
+        >>> manager.events.take()[0].tier
+        'host'
+        """
+        if not self.recording:
+            raise PagedKVError("events are not recorded")
+        if not isinstance(event, (BlocksStored, BlocksRemoved)) or event.tier == DEVICE:
+            raise PagedKVError(
+                f"only blocks stored or removed in another tier can be reported, got {event!r}"
+            )
+        self._events.append(event._replace(number=self._next))
+        self._next += 1
 
     # -- the manager's side
 

@@ -21,7 +21,8 @@ def check_invariants(
     """
     pool, index = cache.pool, cache.index
     pool.check_invariants()
-    _check_tables(pool, tables, cache.fences.held() + pinned)
+    unlisted = [state.held for state in tables.dropped.values()]
+    _check_tables(pool, tables, [*cache.fences.held(), *pinned, *unlisted])
     parent = _check_index(pool, index, cache.extra_keys)
     _check_policy(pool, cache.policy, parent)
     for seq_id in tables.seq_ids:
@@ -29,8 +30,23 @@ def check_invariants(
         done = int(tables.committed[row])
         check(0 <= done <= int(tables.seq_len[row]), "more tokens are committed than the sequence has")
         chain = tables.blocks[row, : done // tables.block_size if prefix_caching else 0]
+        if row in tables.dropped:
+            chain = _checked_chain(index, tables, row)
         check(bool(index.indexed[chain].all()), "a full committed block is not indexed")
         check(np.array_equal(parent[chain[1:]], chain[:-1]), "a sequence's prefix is not a chain")
+
+
+def _checked_chain(index: PrefixIndex, tables: PageTable, row: int) -> Int32Array:
+    """What of a row with gaps others can find: the blocks of its chain, those outside the row included."""
+    state = tables.dropped[row]
+    num_chained, num_blocks = state.num_chained, tables.num_blocks(row)
+    blocks = tables.blocks[row, :num_blocks]
+    check(state.num_blocks > 0, "a row without a gap is said to have one")
+    check(num_chained <= state.least_columns <= int(tables.committed[row]) // tables.block_size, "a lost gap")
+    check(np.array_equal(state.chain[state.in_row], blocks[:num_chained]), "a row does not begin its chain")
+    check(not index.indexed[blocks[num_chained:]].any(), "a block behind a gap can be found")
+    check(not len(state.chain) or bool(state.in_row[-1]), "a block is held for no child")
+    return state.chain
 
 
 def _check_tables(pool: BlockPool, tables: PageTable, others: list[Int32Array]) -> None:

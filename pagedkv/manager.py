@@ -11,13 +11,14 @@ from pagedkv.block_cache import BlockCache
 from pagedkv.block_ids import MOST_BLOCKS, require_num_blocks
 from pagedkv.block_pool import NO_BLOCKS, BlockCounts
 from pagedkv.content import SequenceExtra, as_token_array
+from pagedkv.context import Context
 from pagedkv.drafts import accepted_tokens
 from pagedkv.errors import NeverFits, PagedKVError, SequenceError, require_count
 from pagedkv.invariants import check_invariants
 from pagedkv.maintenance import Maintenance
 from pagedkv.namespace import Media, Namespace
 from pagedkv.opened import Lookup, Opened
-from pagedkv.page_table import Int32Array, PageTable, SeqId
+from pagedkv.page_table import Int32Array, Int64Array, PageTable, SeqId
 from pagedkv.policies import EvictionPolicy, make_policy
 from pagedkv.policies.residency import Residency
 from pagedkv.retention import Retention
@@ -41,7 +42,7 @@ class KVCacheManager:
     Its parts, each with methods of its own: ``tables`` (block tables, slots, lengths), ``copies`` (blocks to
     copy before the next write), ``fences`` (blocks that work under way may touch), ``retention`` (pins and
     priorities), ``events`` (what became findable, what ceased to be), ``maintenance`` (reset, defragment,
-    resize).
+    resize), ``context`` (blocks that a sequence drops from the middle).
 
     What is refused changes nothing: everything that can refuse, and every allocation that grows with the
     request, comes before the first change. (Running out of memory for the few hundred bytes that some calls
@@ -103,6 +104,7 @@ class KVCacheManager:
         self.retention = Retention(self._cache, self.tables)
         self.maintenance = Maintenance(self._cache, self.tables, self.retention)
         self._announced = Announced()
+        self.context = Context(self._cache, self.tables, self._announced)
         self._watermark = watermark
         self._counters = OpenCounters()
 
@@ -221,8 +223,11 @@ class KVCacheManager:
         """
         rows = self.tables.rows(seq_ids)
         num_tokens = require_count("num_tokens", num_tokens, 0)
-        self._require_fits(int(self.tables.seq_len[rows].max(initial=0)) + num_tokens)
-        return self._seqs.extend(rows, num_tokens)
+        if num_tokens > self.max_seq_len:  # and perhaps than an int64 can say
+            self._require_fits(int(self.tables.seq_len[rows].max(initial=0)) + num_tokens)
+        growth = self._seqs.plan(rows, num_tokens)
+        self._require_fits(growth.longest)
+        return self._seqs.extend(growth)
 
     def commit(self, seq_id: SeqId, tokens: Any, *, media: Iterable[Media] = ()) -> None:
         """Say which tokens the next positions hold, now that they are final; shares what became full.
@@ -270,15 +275,13 @@ class KVCacheManager:
         ids = as_token_array(tokens)
         if len(ids) != len(rows):
             raise SequenceError(f"{len(rows)} sequences, but {len(ids)} tokens to commit")
-        start = self.tables.committed[rows]
-        left = start < self.tables.seq_len[rows]
-        if not left.all():
-            raise SequenceError(f"sequence {seq_ids[int(left.argmin())]!r} has no uncommitted token left")
-        blocks = self.tables.blocks[rows, start // self.block_size]
-        self._cache.copies.require_done(blocks)
-        if self.prefix_caching:
-            self._seqs.commit_one(rows, blocks, ids)
-        self.tables.committed[rows] = start + 1
+        if len(self.copies) or not self.prefix_caching:
+            self._require_uncommitted(seq_ids, rows)
+            at = self.tables.committed[rows] // self.block_size
+            self.copies.require_done(self.tables.blocks[rows, at])
+        if self.prefix_caching and not self._seqs.commit_one(rows, ids):
+            self._require_uncommitted(seq_ids, rows)
+        self.tables.committed[rows] += 1
         if len(self._announced):
             for row in rows.tolist():
                 self._announced.cut(row, int(self.tables.committed[row]), int(self.tables.seq_len[row]))
@@ -300,25 +303,21 @@ class KVCacheManager:
             )
         if not self.tables.num_free_rows:
             return False
-        blocks = self.tables.block_ids(seq_id)
+        blocks = self.tables.held(row)
         if committed < length:
             self._cache.copies.require_done(blocks[-1:])
         child, _ = self._seqs.add(child_id, self._seqs.extra(row), 0, blocks, NO_BLOCKS)
-        self.tables.fill(child, blocks, NO_BLOCKS, length, committed)
+        self.tables.copy(row, child)
         self._seqs.maybe_shared |= {row, child}
         return True
 
     def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
         """Cut a sequence to its first ``num_tokens``, as when drafts are rejected; frees what is beyond.
 
-        Raises ``SequenceError`` unless ``0 <= num_tokens <= length``. Cost: O(blocks given up).
+        Raises ``SequenceError`` unless ``0 <= num_tokens <= length``, or at a gap. Cost: O(blocks given up).
         """
-        row = self.tables.row(seq_id)
-        length = int(self.tables.seq_len[row])
-        whole = isinstance(num_tokens, (int, np.integer)) and not isinstance(num_tokens, bool)
-        if not whole or not 0 <= num_tokens <= length:
-            raise SequenceError(f"cannot truncate sequence {seq_id!r} of {length} tokens to {num_tokens}")
-        self._cut_row(row, int(num_tokens))
+        self.context.require_cut(seq_id, num_tokens)
+        self._cut_row(self.tables.row(seq_id), int(num_tokens))
 
     def close(self, seq_id: SeqId) -> None:
         """Give up a sequence: full committed blocks stay cached, others become free.
@@ -359,7 +358,7 @@ class KVCacheManager:
     # -- inner steps: ``_commit_row`` and ``_cut_row`` refuse nothing any more
 
     def _commit_row(self, row: int, ids: Int32Array, extra: SequenceExtra) -> None:
-        if self.prefix_caching and len(ids):
+        if self.prefix_caching and len(ids) and row not in self.tables.dropped:
             self._seqs.commit(row, ids, extra)
         self.tables.committed[row] += len(ids)
         if len(self._announced):
@@ -381,6 +380,11 @@ class KVCacheManager:
             raise NeverFits(
                 f"{num_tokens} tokens can never fit: they need {blocks} of {self.num_blocks} blocks"
             )
+
+    def _require_uncommitted(self, seq_ids: Sequence[SeqId], rows: Int64Array) -> None:
+        left = self.tables.committed[rows] < self.tables.seq_len[rows]
+        if not left.all():
+            raise SequenceError(f"sequence {seq_ids[int(left.argmin())]!r} has no uncommitted token left")
 
     def _match(self, prompt: Int32Array, extra: SequenceExtra, limit: int) -> Int32Array:
         return self._seqs.match(prompt, extra, limit) if self.prefix_caching else NO_BLOCKS

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.arithmetic import div_ceil
+from pagedkv.dropped import Dropped
 from pagedkv.errors import PagedKVError, SequenceError
 
 NULL_BLOCK = 0
@@ -43,6 +44,8 @@ class PageTable:
         self.blocks: Int32Array = np.zeros((max_seqs, max_blocks_per_seq), np.int32)
         self.seq_len: Int64Array = np.zeros(max_seqs, np.int64)
         self.committed: Int64Array = np.zeros(max_seqs, np.int64)
+        self.dropped: dict[int, Dropped] = {}
+        """Rows that lack blocks of the middle of their context."""
         self._rows: dict[SeqId, int] = {}
         self._last_batch: tuple[list[SeqId], Int64Array] = _NO_BATCH
         self._free_rows = list(range(max_seqs - 1, -1, -1))
@@ -104,6 +107,22 @@ class PageTable:
     def num_committed(self, seq_id: SeqId) -> int:
         """Tokens of the sequence that are committed."""
         return int(self.committed[self.row(seq_id)])
+
+    def positions(self, seq_ids: Sequence[SeqId]) -> Int64Array:
+        """True position of each sequence's newest token, those dropped counted, for rotary embeddings.
+
+        int64 [n]: ``seq_len - 1`` for who has dropped nothing, and -1 for an empty sequence. Raises
+        ``SequenceError`` as ``rows``. Cost: O(n).
+        """
+        rows = self.rows(seq_ids)
+        newest: Int64Array = self.seq_len[rows] - 1
+        if self.dropped:
+            newest += self.block_size * np.array(list(map(self.num_dropped, rows.tolist())), np.int64)
+        return newest
+
+    def num_dropped(self, row: int) -> int:
+        """Blocks that a row has dropped from the middle of its context."""
+        return self.dropped[row].num_blocks if row in self.dropped else 0
 
     def num_blocks(self, row: int) -> int:
         """Blocks of a row."""
@@ -241,18 +260,53 @@ class PageTable:
         self.seq_len[row] = num_tokens
         self.committed[row] = committed
 
+    def copy(self, row: int, child: int) -> None:
+        """Let an empty row hold the same as another."""
+        num_blocks = self.num_blocks(row)
+        self.blocks[child, :num_blocks] = self.blocks[row, :num_blocks]
+        self.seq_len[child], self.committed[child] = self.seq_len[row], self.committed[row]
+        if row in self.dropped:
+            self.dropped[child] = self.dropped[row].copy()
+
+    def beyond(self, row: int, num_tokens: int) -> Int32Array:
+        """Copy of a row's entries behind its first ``num_tokens``."""
+        return self.blocks[row, div_ceil(num_tokens, self.block_size) : self.num_blocks(row)].copy()
+
+    def cut(self, row: int, num_tokens: int) -> None:
+        """Forget what a row has behind its first ``num_tokens``."""
+        self.blocks[row, div_ceil(num_tokens, self.block_size) : self.num_blocks(row)] = NULL_BLOCK
+        self.seq_len[row] = num_tokens
+        self.committed[row] = min(int(self.committed[row]), num_tokens)
+
+    def close_up(self, row: int, kept: Int32Array) -> None:
+        """Let a row have the blocks ``kept`` alone; it loses full ones."""
+        num_blocks = self.num_blocks(row)
+        self.blocks[row, : len(kept)] = kept
+        self.blocks[row, len(kept) : num_blocks] = NULL_BLOCK
+        self.seq_len[row] -= (num_blocks - len(kept)) * self.block_size
+        self.committed[row] -= (num_blocks - len(kept)) * self.block_size
+
+    def held(self, row: int) -> Int32Array:
+        """Every block that a row holds, in it or not, parents before their children."""
+        blocks = self.blocks[row, : self.num_blocks(row)]
+        if row not in self.dropped:
+            return blocks.copy()
+        state = self.dropped[row]
+        return np.concatenate([state.chain, blocks[state.num_chained :]])
+
     def rename(self, name: Int32Array) -> None:
         """Block ``b`` is called ``name[b]`` from now on."""
+        for state in self.dropped.values():
+            state.rename(name)
         for row in self._rows.values():
             held = self.blocks[row, : self.num_blocks(row)]
             held[:] = name[held]
 
     def remove(self, seq_id: SeqId) -> None:
-        """Forget a sequence and clear its row."""
+        """Forget a sequence of no tokens."""
         row = self._rows.pop(seq_id)
+        self.dropped.pop(row, None)
         self._last_batch = _NO_BATCH
-        self.blocks[row, : self.num_blocks(row)] = NULL_BLOCK
-        self.seq_len[row] = self.committed[row] = 0
         self._free_rows.append(row)
 
 

@@ -60,6 +60,12 @@ class ModelSequence:
         self.length = length
         self.blocks: list[ModelBlock] = []
         self.tokens: list[int] = []  # the committed ones
+        self.chain: list[ModelBlock] | None = None  # indexed blocks that it holds, once it has dropped some
+
+    def held(self) -> list[ModelBlock]:
+        """All that it holds, parents before their children."""
+        chain = self.chain or []
+        return chain + [block for block in self.blocks if block not in chain]
 
 
 class Announced(NamedTuple):

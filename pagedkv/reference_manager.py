@@ -189,7 +189,7 @@ class ReferenceManager:
         seq.media |= set(media)
         full = len(seq.tokens) // self.block_size
         path = self._path(seq.namespace, seq.media, seq.tokens)
-        for i in range(start, full if self.prefix_caching else 0):
+        for i in range(start, full if self.prefix_caching and seq.chain is None else 0):
             known = self.by_path.get(path[: i + 2])
             if known is None:
                 seq.blocks[i].path = path[: i + 2]
@@ -221,7 +221,8 @@ class ReferenceManager:
         seq = self.seqs[seq_id]
         child = ModelSequence(seq.namespace, seq.media, seq.length)
         child.blocks, child.tokens = list(seq.blocks), list(seq.tokens)
-        for block in child.blocks:
+        child.chain = None if seq.chain is None else list(seq.chain)
+        for block in child.held():
             block.refs += 1
         self.seqs[child_id] = child
         return True
@@ -238,9 +239,9 @@ class ReferenceManager:
 
     def close(self, seq_id: Hashable) -> None:
         """Give up everything."""
-        self.truncate(seq_id, 0)
+        for block in reversed(self.seqs.pop(seq_id).held()):
+            self._release(block)
         self.announced.pop(seq_id, None)
-        del self.seqs[seq_id]
 
     # -- what holds blocks besides sequences
 

@@ -1,11 +1,26 @@
 """What stays cached longer than its turn: pins, and priorities."""
 
+from typing import Protocol
+
 import numpy as np
 
 from pagedkv.arithmetic import div_ceil
-from pagedkv.block_cache import BlockCache
+from pagedkv.block_pool import BlockPool
 from pagedkv.errors import PagedKVError, SequenceError, require_count
 from pagedkv.page_table import Int32Array, PageTable, SeqId
+from pagedkv.policies.policy import EvictionPolicy
+from pagedkv.prefix_index import PrefixIndex
+
+
+class Keeper(Protocol):
+    """What knows of blocks and their contents: a ``BlockCache``, or what stands in for one."""
+
+    pool: BlockPool
+    index: PrefixIndex
+    policy: EvictionPolicy
+
+    def release(self, ids: Int32Array) -> None:
+        """Drop one reference each, deepest block first."""
 
 
 class Retention:
@@ -20,7 +35,7 @@ class Retention:
     BlockCounts(free=1, cached=1, active=0)
     """
 
-    def __init__(self, cache: BlockCache, tables: PageTable) -> None:
+    def __init__(self, cache: Keeper, tables: PageTable) -> None:
         """Start with no pin on any of ``cache``'s blocks."""
         self._cache = cache
         self._tables = tables
@@ -36,13 +51,13 @@ class Retention:
         """
         committed = self._tables.num_committed(seq_id)
         wanted = committed if num_tokens is None else require_count("num_tokens", num_tokens, 0)
-        blocks = self._blocks(seq_id, 0, wanted)[: wanted // self._tables.block_size]
+        blocks = self._to_pin(seq_id, wanted)
         if not len(blocks):
             raise SequenceError(
                 f"nothing to pin: {committed} tokens of {seq_id!r} are committed, "
                 f"{wanted} of them asked for, in blocks of {self._tables.block_size}"
             )
-        self._cache.pool.acquire(0, shared=blocks)
+        self._hold(blocks)
         number, self._next = self._next, self._next + 1
         self._held[number] = blocks
         return number
@@ -87,6 +102,13 @@ class Retention:
         """Block ``b`` is called ``name[b]`` from now on."""
         self._held = {pin: name[blocks] for pin, blocks in self._held.items()}
 
+    def _to_pin(self, seq_id: SeqId, num_tokens: int) -> Int32Array:
+        """What a pin holds, shallowest first; nothing if there is no full block."""
+        return self._blocks(seq_id, 0, num_tokens)[: num_tokens // self._tables.block_size]
+
+    def _hold(self, ids: Int32Array) -> None:
+        self._cache.pool.acquire(0, shared=ids)
+
     def _blocks(self, seq_id: SeqId, start: int, stop: int | None) -> Int32Array:
         """Full committed blocks that can be found by content and hold any of the tokens ``start..stop``."""
         row, size = self._tables.row(seq_id), self._tables.block_size
@@ -95,6 +117,8 @@ class Retention:
         if not require_count("start", start, 0) <= stop <= committed:
             raise SequenceError(f"{committed} tokens of {seq_id!r} are committed, got {start}..{stop}")
         last = min(committed // size, div_ceil(stop, size)) if start < stop else 0
+        if row in self._tables.dropped:
+            last = min(last, self._tables.dropped[row].num_whole)
         blocks = self._tables.blocks[row, start // size : last].copy()
         # indexed are all of them or, without prefix caching, none
         return blocks if self._cache.index.indexed[blocks].all() else blocks[:0]

@@ -1,14 +1,30 @@
 """What happens to the sequences of a manager, once nothing can refuse it any more."""
 
+from typing import NamedTuple
+
 import numpy as np
 
-from pagedkv.arithmetic import div_ceil
 from pagedkv.block_cache import BlockCache
 from pagedkv.block_pool import NO_BLOCKS
 from pagedkv.content import NO_EXTRA, SequenceExtra
 from pagedkv.page_table import Int32Array, Int64Array, PageTable, SeqId
 from pagedkv.prefix_index import ROOT
+from pagedkv.row_batches import grow_rows, plan_growth, store_tokens
 from pagedkv.tails import NO_TAILS, shared_tails
+
+
+class Growth(NamedTuple):
+    """What a batch of rows needs to grow."""
+
+    rows: Int64Array
+    num_tokens: int
+    """More in each row."""
+    longest: int
+    """Tokens of the longest row then."""
+    num_blocks: int
+    """New blocks, without those for copies of tails."""
+    shared: Int32Array
+    """[2, n]: rows of the batch whose partial tail others can see, and those tails."""
 
 
 class Sequences:
@@ -78,61 +94,73 @@ class Sequences:
 
     def remove(self, seq_id: SeqId, row: int) -> None:
         """Give up a sequence and its row."""
-        self.cache.release(self.tables.blocks[row, : self.tables.num_blocks(row)][::-1].copy())
+        if row in self.tables.dropped:
+            self.cache.release(self.tables.held(row)[::-1])
+            self.tables.cut(row, 0)
+        else:
+            self.cache.cut_row(self.tables, row, 0)
         self.tables.remove(seq_id)
         self.maybe_shared.discard(row)
         self.set_extra(row, NO_EXTRA)
 
     def cut(self, row: int, num_tokens: int, extra: SequenceExtra) -> None:
         """Keep the first ``num_tokens`` of a sequence, and give up the blocks beyond."""
-        keep, had = div_ceil(num_tokens, self.block_size), self.tables.num_blocks(row)
-        tail = self.tables.blocks[row, keep - 1 : keep] if num_tokens % self.block_size else NO_BLOCKS
+        last, rest = divmod(num_tokens, self.block_size)
+        tail = self.tables.blocks[row, last : last + 1] if rest else NO_BLOCKS
         shared = bool(self.cache.is_shared(tail).any())
-        self.cache.release(self.tables.blocks[row, keep:had][::-1].copy())
-        self.tables.blocks[row, keep:had] = 0
-        self.tables.seq_len[row] = num_tokens
-        self.tables.committed[row] = min(int(self.tables.committed[row]), num_tokens)
+        self.cache.cut_row(self.tables, row, num_tokens)
         if shared:
             self.maybe_shared.add(row)
         self.set_extra(row, extra)
 
-    def extend(self, rows: Int64Array, num_tokens: int) -> bool:
-        """Make room for ``num_tokens`` more in each row, or in none."""
-        lens = self.tables.seq_len[rows]
-        have, need = div_ceil(lens, self.block_size), div_ceil(lens + num_tokens, self.block_size)
-        grow = need - have
-        tails = NO_TAILS
-        if self.maybe_shared and num_tokens:
-            tails = shared_tails(self.cache, self.tables, rows)
-        available, doomed = self.cache.pool.num_available, NO_BLOCKS
-        total = int(grow.sum()) + len(tails.copied)
+    def plan(self, rows: Int64Array, num_tokens: int) -> Growth:
+        """What ``num_tokens`` more in each row need."""
+        cache, tables = self.cache, self.tables
+        room = len(rows) if self.maybe_shared and num_tokens else 0
+        shared: Int32Array = np.empty((2, room), np.int32)
+        longest, num_new, num_shared = plan_growth(
+            cache.pool, cache.index, tables.blocks, tables.seq_len, rows, num_tokens, shared
+        )
+        return Growth(rows, num_tokens, longest, num_new, shared[:, :num_shared])
+
+    def extend(self, growth: Growth) -> bool:
+        """Make room for more in each row, as planned, or in none."""
+        cache, tables = self.cache, self.tables
+        rows, num_tokens, _, grown, shared = growth
+        tails = shared_tails(cache, shared) if shared.size else NO_TAILS
+        available, doomed = cache.pool.num_available, NO_BLOCKS
+        total = grown + len(tails.copied)
         if total - len(tails.burdened) <= available < total:
             # Cached content that builds on our own tails alone must not keep us from growing for ever.
-            behind = self.cache.idle_behind(tails.burdened)
+            behind = cache.idle_behind(tails.burdened)
             if behind is not None:
                 doomed, tails = behind, tails.unburdened()
-                total = int(grow.sum()) + len(tails.copied)
+                total = grown + len(tails.copied)
         if total > available:
             return False
-        copied = tails.copied
-        if total or len(doomed):
-            new = self.cache.acquire(total, doomed=doomed)
-            grown_rows = np.repeat(rows, grow)
-            columns = np.repeat(have - np.cumsum(grow) + grow, grow) + np.arange(len(grown_rows))
-            self.tables.blocks[grown_rows, columns] = new[len(copied) :]
-        if len(copied):
-            places = rows[copied], have[copied] - 1
-            old = self.tables.blocks[places]
-            self.tables.blocks[places] = new[: len(copied)]
-            self.cache.replace(old, new[: len(copied)])
+        new = cache.acquire(total, doomed=doomed) if total or len(doomed) else NO_BLOCKS
+        num_copied = len(tails.copied)
+        if num_copied:
+            self._copy_tails(rows[tails.copied], new[:num_copied])
+        grow_rows(tables.blocks, tables.seq_len, rows, self.block_size, num_tokens, new[num_copied:])
         if len(tails.private):
-            self.cache.withdraw(tails.private)
-        self.tables.seq_len[rows] += num_tokens
+            cache.withdraw(tails.private)
+        if shared.size and not cache.fences:  # which still hold what was given up
+            self.maybe_shared.difference_update(rows.tolist())
         return True
+
+    def _copy_tails(self, rows: Int64Array, new: Int32Array) -> None:
+        """Let ``new`` blocks take the place of partial tails that others can see."""
+        places = rows, self.tables.seq_len[rows] // self.block_size
+        old = self.tables.blocks[places]
+        self.tables.blocks[places] = new
+        self.cache.replace(old, new)
 
     def commit(self, row: int, tokens: Int32Array, extra: SequenceExtra) -> None:
         """Store committed tokens, and share the blocks that they fill; nobody else holds those blocks."""
-        start, size = int(self.tables.committed[row]), self.block_size
+        start, size, before = int(self.tables.committed[row]), self.block_size, self.extra(row)
+        if extra is before is NO_EXTRA and self.cache.extend_content(self.tables, row, start, tokens):
+            return
         first, offset = divmod(start, size)
         blocks, stored = self.tables.blocks[row], self.cache.index.tokens
         if offset:
@@ -143,7 +171,6 @@ class Sequences:
         stored[ids] = content
         if rest:
             stored[blocks[first + full], :rest] = tokens[full * size :]
-        before = self.extra(row)
         self.set_extra(row, extra)
         if full:
             try:
@@ -152,14 +179,16 @@ class Sequences:
                 self.set_extra(row, before)
                 raise
 
-    def commit_one(self, rows: Int64Array, blocks: Int32Array, tokens: Int32Array) -> None:
-        """``commit`` one token of each row, into ``blocks``."""
-        start = self.tables.committed[rows]
-        offset = start % self.block_size
-        self.cache.index.tokens[blocks, offset] = tokens
-        full = offset == self.block_size - 1
-        if full.any():
-            self._share_full(rows[full], blocks[full])
+    def commit_one(self, rows: Int64Array, tokens: Int32Array) -> bool:
+        """``commit`` one token of each row; False if one of them has no uncommitted token left."""
+        tables = self.tables
+        full: Int32Array = np.empty(len(rows), np.int32)
+        num_full = store_tokens(
+            self.cache.index, tables.blocks, tables.seq_len, tables.committed, rows, tokens, full
+        )
+        if num_full > 0:
+            self._share_full(rows[full[:num_full]])
+        return num_full >= 0
 
     def _share(self, row: int, first: int, own: Int32Array, content: Int32Array) -> None:
         """Index the blocks ``own``, which stand from ``first`` on, or let the row hold equal ones instead."""
@@ -171,11 +200,14 @@ class Sequences:
             blocks[first : first + len(own)] = held
             self.cache.release(own[held != own][::-1])
 
-    def _share_full(self, rows: Int64Array, blocks: Int32Array) -> None:
-        """Index ``blocks``, which the next committed token of each row fills, or hold equal ones instead."""
+    def _share_full(self, rows: Int64Array) -> None:
+        """Index the block that the next committed token of each row fills, or hold an equal one instead."""
+        if self.tables.dropped:
+            rows = rows[[row not in self.tables.dropped for row in rows.tolist()]]
+        at = self.tables.committed[rows] // self.block_size
+        blocks = self.tables.blocks[rows, at]
         if not self._extra and not self.cache.events.recording:
             # most blocks continue a prompt that nobody else has: those need no search
-            at = self.tables.committed[rows] // self.block_size
             parents = np.where(at > 0, self.tables.blocks[rows, at - 1], ROOT)
             grown = self.cache.index.grow(blocks, parents)
             self.cache.policy.stored(blocks[grown])

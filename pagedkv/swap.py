@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +10,9 @@ import numpy.typing as npt
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_ids import require_num_blocks
 from pagedkv.block_pool import NO_BLOCKS, BlockCounts, BlockPool
-from pagedkv.copies import BlockCopies
+from pagedkv.copies import BlockCopies, PendingCopies
 from pagedkv.errors import NeverFits, PagedKVError, SequenceError, check
+from pagedkv.fences import Fences
 from pagedkv.manager import KVCacheManager
 from pagedkv.namespace import Media, Namespace
 from pagedkv.page_table import Int32Array, SeqId
@@ -57,7 +58,17 @@ class SwapStats:
     hit_blocks: int
 
 
-class _Swapped(NamedTuple):
+class Device(Protocol):
+    """What every manager has whose sequences can be swapped."""
+
+    copies: PendingCopies
+    fences: Fences
+
+    def close(self, seq_id: SeqId) -> None:
+        """Give up a sequence."""
+
+
+class Swapped(NamedTuple):
     """A sequence on the host."""
 
     blocks: Int32Array
@@ -69,6 +80,19 @@ class _Swapped(NamedTuple):
     media: tuple[Media, ...]
     transfer: int
     """The transfer that brought it to the host."""
+    starts: tuple[int, ...] = ()
+    """For each group of layers, if there are several, its first block that did not fall out of a window."""
+
+
+class Reopened(NamedTuple):
+    """A sequence that is open again, and the copies that it needs."""
+
+    source: Int32Array
+    """Host blocks to read."""
+    target: Int32Array
+    """Device blocks to fill, not findable before that is undone or done."""
+    num_cached_tokens: int
+    num_hit_blocks: int
 
 
 class _Transfer(NamedTuple):
@@ -84,6 +108,8 @@ class _Transfer(NamedTuple):
 
 class SwapSpace:
     """Host blocks for sequences that are swapped out of a manager. Bookkeeping only, like the manager.
+
+    What it keeps can be hit by nobody, so ``manager.events`` do not tell of it.
 
     ::
 
@@ -134,10 +160,14 @@ class SwapSpace:
         """Make ``num_host_blocks`` host blocks, ids 1..num_host_blocks, for the sequences of ``manager``."""
         if not isinstance(manager, KVCacheManager):
             raise PagedKVError(f"a swap space needs a KVCacheManager, got {manager!r}")
-        num_host_blocks = require_num_blocks("num_host_blocks", num_host_blocks)
         self._manager = manager
+        self._start(manager, num_host_blocks)
+
+    def _start(self, device: Device, num_host_blocks: int) -> None:
+        num_host_blocks = require_num_blocks("num_host_blocks", num_host_blocks)
+        self._device = device
         self._pool = BlockPool(num_host_blocks)
-        self._swapped: dict[SeqId, _Swapped] = {}
+        self._swapped: dict[SeqId, Swapped] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._next = 0
         self._stats = SwapStats(num_host_blocks, 0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -162,11 +192,10 @@ class SwapSpace:
         Its device blocks are available to others once ``done`` is said. Returns None when it does not go
         now: too few free host blocks, or one of its blocks is still being filled from there. Raises
         ``NeverFits`` if the host has too few blocks at all, ``SequenceError`` if the sequence is not open,
-        if another of this id is swapped out, or if ``manager.copies`` into one of its blocks wait to be
-        run. Cost: O(n), vectorised.
+        if another of this id is swapped out, if it has dropped blocks of its context, or if
+        ``manager.copies`` into one of its blocks wait to be run. Cost: O(n), vectorised.
         """
-        manager = self._manager
-        blocks = manager.tables.block_ids(seq_id)
+        device, blocks = self._device, self._blocks_of(seq_id)
         if seq_id in self._swapped:
             raise SequenceError(f"another sequence {seq_id!r} is swapped out: bring it back or drop it first")
         if len(blocks) > self._pool.num_blocks:
@@ -174,20 +203,20 @@ class SwapSpace:
                 f"sequence {seq_id!r} can never be swapped out: "
                 f"it has {len(blocks)} blocks, the host {self._pool.num_blocks}"
             )
-        manager.copies.require_done(blocks)
+        device.copies.require_done(blocks)
         if len(blocks) > self._pool.num_free or self._is_being_filled(blocks):
             return None
         swapped = self._read(seq_id, blocks)
         with ExitStack() as undo:
             host = self._pool.acquire(len(blocks))
             undo.callback(self._free, host)
-            fence = manager.fences.open()
-            undo.callback(manager.fences.signal, fence)
+            fence = device.fences.open()
+            undo.callback(device.fences.signal, fence)
             transfer = self._begin(_Transfer(fence, NO_BLOCKS, NO_BLOCKS))
             undo.callback(self._transfers.pop, transfer)
             self._swapped[seq_id] = swapped._replace(blocks=host, transfer=transfer)
             undo.callback(self._swapped.pop, seq_id)
-            manager.close(seq_id)
+            device.close(seq_id)
             undo.pop_all()
         self._count(num_swapped_out=1, copied_out_blocks=len(blocks))
         return SwapOut(BlockCopies(blocks, host), transfer)
@@ -204,41 +233,30 @@ class SwapSpace:
         ``SequenceError`` if it is not swapped out, if another of this id is open, or if any of
         ``manager.copies`` waits, which might read what the new blocks held before. Cost: O(n), vectorised.
         """
-        manager, swapped = self._manager, self._get(seq_id)
-        if len(manager.copies):
+        device, swapped = self._device, self._get(seq_id)
+        if len(device.copies):
             raise SequenceError(
-                f"{len(manager.copies)} copies wait, which may read the blocks that {seq_id!r} would fill: "
+                f"{len(device.copies)} copies wait, which may read the blocks that {seq_id!r} would fill: "
                 "run them first (copies.take)"
             )
-        if seq_id in manager.tables:
+        if self._is_open(seq_id):
             raise SequenceError(f"another sequence {seq_id!r} is open: close it first")
         if swapped.transfer in self._transfers:
             return None
         with ExitStack() as undo:
-            opened = manager.open(
-                seq_id,
-                swapped.tokens,
-                namespace=swapped.namespace,
-                media=swapped.media,
-                max_cached_tokens=swapped.num_committed,
-            )
-            if opened is None:
+            reopened = self._reopen(seq_id, swapped)
+            if reopened is None:
                 return None
-            undo.callback(manager.close, seq_id)
-            fence = manager.fences.open()
-            undo.callback(manager.fences.signal, fence)
-            cached = opened.num_cached_tokens
-            hit = cached // manager.block_size
-            blocks = manager.tables.block_ids(seq_id)[hit:]
-            transfer = self._begin(_Transfer(fence, swapped.blocks, blocks))
-            undo.callback(self._transfers.pop, transfer)
+            undo.callback(device.close, seq_id)
+            source, blocks, cached, num_hit = reopened
             undo.callback(self._withdraw, blocks)
-            # finds nothing more to share than open did, so the table stays as it is
-            manager.commit(seq_id, swapped.tokens[cached : swapped.num_committed])
+            fence = device.fences.open()
+            undo.callback(device.fences.signal, fence)
+            transfer = self._begin(_Transfer(fence, swapped.blocks, blocks))
             undo.pop_all()
         del self._swapped[seq_id]
-        self._count(num_swapped_in=1, copied_in_blocks=len(blocks), hit_blocks=hit)
-        return SwapIn(BlockCopies(swapped.blocks[hit:], blocks), transfer, cached)
+        self._count(num_swapped_in=1, copied_in_blocks=len(blocks), hit_blocks=num_hit)
+        return SwapIn(BlockCopies(source, blocks), transfer, cached)
 
     def done(self, transfer: int) -> None:
         """Say that the copies of a ``swap_out`` or ``swap_in`` have run: frees what they read.
@@ -248,7 +266,7 @@ class SwapSpace:
         if isinstance(transfer, bool) or transfer not in self._transfers:
             raise PagedKVError(f"transfer {transfer!r} is not under way, these are: {list(self._transfers)}")
         self._free(self._transfers[transfer].freed)
-        self._manager.fences.signal(self._transfers.pop(transfer).fence)
+        self._device.fences.signal(self._transfers.pop(transfer).fence)
 
     def drop(self, seq_id: SeqId) -> None:
         """Give up a sequence that is swapped out; its host blocks are free once its way out is done.
@@ -281,13 +299,15 @@ class SwapSpace:
         references = np.bincount(np.concatenate([*held, NO_BLOCKS]), minlength=self._pool.num_blocks + 1)
         check(np.array_equal(references, self._pool.ref_count), "a host block has no holder, or several")
         for swapped in self._swapped.values():
-            needed = div_ceil(len(swapped.tokens), self._manager.block_size)
-            check(len(swapped.blocks) == needed, "a swapped sequence has not the blocks that it needs")
+            check(
+                len(swapped.blocks) == self._num_blocks_of(swapped),
+                "a swapped sequence has not the blocks that it needs",
+            )
             check(swapped.num_committed <= len(swapped.tokens), "more tokens are committed than there are")
 
     # -- inner steps
 
-    def _get(self, seq_id: SeqId) -> _Swapped:
+    def _get(self, seq_id: SeqId) -> Swapped:
         try:
             return self._swapped[seq_id]
         except KeyError:
@@ -300,23 +320,6 @@ class SwapSpace:
             for transfer in self._transfers.values()
             if len(transfer.filled)
         )
-
-    def _read(self, seq_id: SeqId, blocks: Int32Array) -> _Swapped:
-        """What the manager knows of an open sequence."""
-        manager = self._manager
-        length, committed = manager.tables.num_tokens(seq_id), manager.tables.num_committed(seq_id)
-        tokens: Int32Array = np.zeros(length, np.int32)
-        if manager.prefix_caching:
-            tokens[:committed] = manager._cache.index.tokens[blocks].reshape(-1)[:committed]
-        extra = manager._seqs.extra(manager.tables.row(seq_id))
-        return _Swapped(NO_BLOCKS, tokens, committed, extra.namespace, extra.media, -1)
-
-    def _withdraw(self, blocks: Int32Array) -> None:
-        """Let nobody hit blocks that are not going to be filled."""
-        cache = self._manager._cache
-        indexed = blocks[cache.index.indexed[blocks]]
-        if len(indexed):
-            cache.withdraw(indexed[::-1])
 
     def _begin(self, transfer: _Transfer) -> int:
         number, self._next = self._next, self._next + 1
@@ -331,3 +334,62 @@ class SwapSpace:
         self._stats = replace(
             self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()}
         )
+
+    # -- what hangs on the kind of manager
+
+    def _is_open(self, seq_id: SeqId) -> bool:
+        return seq_id in self._manager.tables
+
+    def _blocks_of(self, seq_id: SeqId) -> Int32Array:
+        """Device blocks of an open sequence, in an order that stays."""
+        tables = self._manager.tables
+        blocks = tables.block_ids(seq_id)
+        dropped = tables.num_dropped(tables.row(seq_id))
+        if dropped:
+            raise SequenceError(
+                f"sequence {seq_id!r} has dropped {dropped} blocks: it cannot be opened again"
+            )
+        return blocks
+
+    def _num_blocks_of(self, swapped: Swapped) -> int:
+        return div_ceil(len(swapped.tokens), self._manager.block_size)
+
+    def _read(self, seq_id: SeqId, blocks: Int32Array) -> Swapped:
+        """What the manager knows of an open sequence."""
+        manager = self._manager
+        length, committed = manager.tables.num_tokens(seq_id), manager.tables.num_committed(seq_id)
+        tokens: Int32Array = np.zeros(length, np.int32)
+        if manager.prefix_caching:
+            tokens[:committed] = manager._cache.index.tokens[blocks].reshape(-1)[:committed]
+        extra = manager._seqs.extra(manager.tables.row(seq_id))
+        return Swapped(NO_BLOCKS, tokens, committed, extra.namespace, extra.media, -1)
+
+    def _reopen(self, seq_id: SeqId, swapped: Swapped) -> Reopened | None:
+        """Open a sequence as it was, and commit it; None, or an error, if nothing has changed."""
+        manager = self._manager
+        with ExitStack() as undo:
+            opened = manager.open(
+                seq_id,
+                swapped.tokens,
+                namespace=swapped.namespace,
+                media=swapped.media,
+                max_cached_tokens=swapped.num_committed,
+            )
+            if opened is None:
+                return None
+            undo.callback(manager.close, seq_id)
+            cached = opened.num_cached_tokens
+            hit = cached // manager.block_size
+            blocks = manager.tables.block_ids(seq_id)[hit:]
+            undo.callback(self._withdraw, blocks)
+            # finds nothing more to share than open did, so the table stays as it is
+            manager.commit(seq_id, swapped.tokens[cached : swapped.num_committed])
+            undo.pop_all()
+        return Reopened(swapped.blocks[hit:], blocks, cached, hit)
+
+    def _withdraw(self, blocks: Int32Array) -> None:
+        """Let nobody hit blocks that are not going to be filled."""
+        cache = self._manager._cache
+        indexed = blocks[cache.index.indexed[blocks]]
+        if len(indexed):
+            cache.withdraw(indexed[::-1])

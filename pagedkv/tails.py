@@ -1,6 +1,6 @@
 """The partial last blocks of sequences: who else can see them, and what of them is unused."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_cache import BlockCache
 from pagedkv.block_pool import NO_BLOCKS
-from pagedkv.page_table import Int32Array, Int64Array, PageTable
+from pagedkv.page_table import Int32Array, PageTable
 
 
 class SharedTails(NamedTuple):
@@ -32,35 +32,34 @@ class SharedTails(NamedTuple):
 NO_TAILS = SharedTails(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 
 
-def shared_tails(cache: BlockCache, tables: PageTable, rows: Int64Array) -> SharedTails:
-    """The partial tails of ``rows`` that somebody else can see, through a table or the index.
+def shared_tails(cache: BlockCache, shared: Int32Array) -> SharedTails:
+    """What becomes of partial tails that others can see: ``shared`` [2, n], rows of the batch and tails.
 
     Only a fork or a truncation makes one. If all holders of a tail grow in this batch and nothing
-    cached builds on it, the last of them keeps it. Changes nothing. Cost: O(rows), vectorised, plus
-    O(1) for each such tail.
+    cached builds on it, the last of them keeps it. Changes nothing. Cost: O(1) for each such tail.
     """
-    lens = tables.seq_len[rows]
-    partial = lens % tables.block_size != 0
-    tails = tables.blocks[rows, np.where(partial, lens // tables.block_size, 0)]
-    shared = np.flatnonzero(partial & cache.is_shared(tails)).tolist()
-    if not shared:
-        return NO_TAILS
+    positions, tails = shared.tolist()
     holders: dict[int, list[int]] = {}
-    for i in shared:
-        holders.setdefault(int(tails[i]), []).append(i)
-    copied, private, burdened, burdened_rows = set(shared), [], [], []
+    for i, block in zip(positions, tails, strict=True):
+        holders.setdefault(block, []).append(i)
+    keeping, private, burdened, burdened_rows = set(), [], [], []
     for block, held_by in holders.items():
-        indexed = cache.index.indexed[block]
         if cache.pool.ref_count[block] != len(held_by):
             continue
+        indexed = cache.index.indexed[block]
         if indexed and not cache.index.is_leaf(block):
             burdened.append(block)
             burdened_rows.append(held_by[-1])
             continue
-        copied.remove(held_by[-1])
+        keeping.add(held_by[-1])
         if indexed:
             private.append(block)
-    return SharedTails(*(np.array(x, np.int32) for x in (sorted(copied), private, burdened, burdened_rows)))
+    copied = [i for i in positions if i not in keeping] if keeping else shared[0]
+    return SharedTails(*map(_as_ids, (copied, private, burdened, burdened_rows)))
+
+
+def _as_ids(values: Sequence[int] | Int32Array) -> Int32Array:
+    return np.array(values, np.int32) if len(values) else NO_BLOCKS
 
 
 def unused_slots(cache: BlockCache, tables: PageTable, maybe_shared: Collection[int]) -> int:

@@ -48,18 +48,24 @@ def show_table(
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes how much is done; shows a bar on a terminal, nothing elsewhere."""
+def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes how much is done; shows a bar on a terminal, nothing elsewhere.
+
+    ``total`` is None if nobody knows.
+    """
     err = console(stderr=True)
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(what, total=total)
-        step = max(1, total // 200)
+        step = max(1, (total or 100_000) // 200)
+        shown = 0
 
         def update(done: int) -> None:
+            nonlocal shown
             # Every request would cost more than the replay itself.
-            if done % step == 0 or done == total:
+            if done - shown >= step or done == total:
                 bar.update(task, completed=done)
+                shown = done
 
         yield update
 

@@ -9,6 +9,7 @@ from pagedkv.errors import NeverFits
 from pagedkv.manager import KVCacheManager
 from pagedkv.policies import make_policy
 from pagedkv.policies.belady import Belady
+from pagedkv.sim.books import require_books_fit
 from pagedkv.sim.future import next_uses
 from pagedkv.sim.trace import Trace
 from pagedkv.stats import ManagerStats
@@ -43,7 +44,8 @@ def replay_hits(
     request hits are not evicted for it; ``policy`` says which leaf goes first, and knows the future if it
     is "belady".
 
-    Raises ``NeverFits`` if the longest prompt exceeds the pool. Cost: O(tokens), about 0.3 ms per
+    Raises ``NeverFits`` if the longest prompt exceeds the pool, ``PagedKVError`` if this machine cannot hold
+    the pool's bookkeeping. Cost: O(tokens), about 0.3 ms per
     request of 750 blocks on one core.
 
     >>> from pagedkv.sim.workload import chat_long
@@ -59,10 +61,12 @@ def replay_hits(
             f"request {worst} of {trace.name} has {longest} full blocks of {block_size} tokens, "
             f"the pool only {num_blocks}: raise --num-blocks"
         )
+    size = num_blocks or max(1, int(full.sum()))
+    require_books_fit(size, block_size)
     order = make_policy(policy)
     future = next_uses(trace, block_size) if isinstance(order, Belady) else []
     manager = KVCacheManager(
-        num_blocks or max(1, int(full.sum())),
+        size,
         block_size,
         max_seqs=1,
         max_seq_len=max(1, longest * block_size),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pagedkv.errors import PagedKVError
 from pagedkv.manager import KVCacheManager
+from pagedkv.sim.books import require_books_fit
 from pagedkv.sim.engine.conservation import check_link, check_pool, check_tokens
 from pagedkv.sim.engine.disaggregation import Disaggregated, TransferSettings
 from pagedkv.sim.engine.engine import Engine, EngineConfig
@@ -30,7 +31,7 @@ class ReplaySetup:
 
     With ``tensor_parallel``, ``model`` is what one GPU holds (`timing.tensor_parallel.shard`), and
     everything else is of one GPU, too. With ``transfer``, prefill and decode have such a device each.
-    ``hybrid`` gives back what fell out of sliding windows; watermark and policy do not apply then.
+    ``hybrid`` gives back what fell out of sliding windows; the watermark does not apply then.
     """
 
     model: Model
@@ -68,7 +69,11 @@ class ReplaySetup:
         return hybrid_block_bytes(self.model.spec) if self.hybrid else self.model.spec.bytes_per_block
 
     def pool(self, trace: Trace) -> Pool:
-        """An empty pool that can hold each request of the trace, if any of this size can."""
+        """An empty pool that can hold each request of the trace, if any of this size can.
+
+        Raises ``PagedKVError`` if this machine cannot hold the pool's bookkeeping.
+        """
+        require_books_fit(self.num_blocks, self.model.spec.block_size)
         longest = int((trace.input_len + trace.output_len).max()) + self.engine.num_drafts
         if self.hybrid:
             return HybridPool(
@@ -76,7 +81,7 @@ class ReplaySetup:
                 self.num_blocks,
                 max_seqs=self.engine.max_batch,
                 max_seq_len=longest,
-                prefix_caching=self.prefix_caching,
+                policy=self.policy if self.prefix_caching else None,
             )
         return KVCacheManager(
             self.num_blocks,
@@ -114,9 +119,9 @@ def blocks_in_memory(
     block = hybrid_block_bytes(model.spec) if hybrid else model.spec.bytes_per_block
     if left < 2 * block:
         raise PagedKVError(
-            f"{model.name} does not fit: {weights / 2**30:.1f} GiB of weights leave "
-            f"{left / 2**30:.1f} GiB of {memory_bytes * utilization / 2**30:.1f} GiB for the cache; "
-            "use more memory (--gpu, --gpu-memory) or fewer weight bits (--weight-bits)"
+            f"{model.name} does not fit: weights of {weights / 2**30:,.1f} GiB and 2 blocks of "
+            f"{block / 2**30:,.3f} GiB are more than {memory_bytes * utilization / 2**30:,.1f} GiB; "
+            "use more memory (--gpu, --gpu-memory), fewer weight bits (--weight-bits) or smaller blocks"
         )
     return left // block - NUM_RESERVED_BLOCKS
 
@@ -128,6 +133,9 @@ def run_replay(
 
     Raises ``NeverFits`` before anything runs if one request exceeds the pool. The result depends on
     the arguments alone: same arguments, same numbers, in any process.
+
+    Cost: linear in the requests. Memory: the pool's bookkeeping, and some 2.5 KB a request of its trace and
+    of what is written down of its steps.
 
     >>> from pagedkv.sim.timing.gpus import load_gpu
     >>> from pagedkv.sim.timing.models import load_model

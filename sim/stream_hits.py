@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pagedkv.errors import NeverFits, PagedKVError
 from pagedkv.manager import KVCacheManager
 from pagedkv.policies import make_policy
+from pagedkv.sim.books import require_books_fit
 from pagedkv.sim.hits import Hits
 from pagedkv.sim.readers.row import Row
 from pagedkv.sim.readers.tokens import prompt_tokens
@@ -20,12 +21,13 @@ def stream_hits(
     block_size: int,
     on_progress: Callable[[int], None] | None = None,
     *,
+    name: str = "the stream",
     policy: str = "lru",
 ) -> Hits:
     """What `replay_hits` counts, from a stream: `open_trace`'s, for example.
 
     Memory: the pool and one request, however long the trace. ``num_blocks`` is at least 1, since a pool that
-    never evicts grows with the trace, and ``policy`` knows no future.
+    never evicts grows with the trace, and ``policy`` knows no future. ``name`` appears in errors.
 
     Raises ``NeverFits`` at the first prompt that exceeds the pool, ``PagedKVError`` for an empty stream.
     Cost: O(tokens), and 2 us per content.
@@ -40,6 +42,7 @@ def stream_hits(
         raise PagedKVError("policy belady knows the future, and a stream has none: read the trace whole")
     if num_blocks < 1:
         raise PagedKVError(f"a stream needs a pool of at least 1 block, got {num_blocks}")
+    require_books_fit(num_blocks, block_size)
     manager = KVCacheManager(
         num_blocks, block_size, max_seqs=1, max_seq_len=num_blocks * block_size, policy=make_policy(policy)
     )
@@ -61,5 +64,5 @@ def stream_hits(
         if on_progress is not None:
             on_progress(requests)
     if not requests:
-        raise PagedKVError("the stream holds no requests")
+        raise PagedKVError(f"{name} holds no requests")
     return Hits(requests, input_tokens, manager.stats())

@@ -121,7 +121,7 @@ class Trace:
         self._check_index(i)
         num_tokens, block_size = int(self.input_len[i]), self.content_block_size
         ids = self.content_ids[self.content_offsets[i] : self.content_offsets[i + 1]]
-        prompt = np.repeat(ids, block_size)[:num_tokens]
+        prompt = ids.repeat(block_size)[:num_tokens]
         if len(prompt) == num_tokens:
             return prompt
         tail = np.full(num_tokens - len(prompt), self._unique_id(i), np.int32)

@@ -35,6 +35,7 @@ struct Index {
     uint64_t hash_mask = ~(uint64_t)0;  // 0 lets all keys collide, for tests
 
     bool known(Block block) const { return block == kRoot || indexed[block]; }
+    Block* row_of(Block block) const { return tokens + (int64_t)block * block_size; }
 
     Block child(Block above, Block key, const Block* row) const;
     int64_t match(const Rows& rows, Block above, Block* found) const;
@@ -53,7 +54,6 @@ struct Index {
   private:
     uint64_t hash(Block above, Block key, const Block* row) const;
     uint64_t hash_of(Block block) const { return hash(parent[block], extra[block], row_of(block)); }
-    Block* row_of(Block block) const { return tokens + (int64_t)block * block_size; }
     bool equal(Block block, Block above, Block key, const Block* row) const;
     bool in_table(Block block) const { return prev[block] != 0; }
     void link(Block block, Block above);

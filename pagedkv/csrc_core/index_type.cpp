@@ -11,6 +11,8 @@ struct IndexObject {
     View tokens, extra, indexed, parent, first_child, next, prev, table;
 };
 
+PyObject* the_type = nullptr;
+
 Index& index_of(PyObject* self) { return value_of<IndexObject>(self).index; }
 
 PyObject* attach(PyObject* self, Arguments arguments, Py_ssize_t count) {
@@ -29,10 +31,10 @@ PyObject* attach(PyObject* self, Arguments arguments, Py_ssize_t count) {
         !object.first_child.open_whole(arguments[6], Kind::kInt32, rows) ||
         !object.next.open_whole(arguments[7], Kind::kInt32, rows) ||
         !object.prev.open_whole(arguments[8], Kind::kInt32, rows) ||
-        !object.table.open(arguments[9], Kind::kUInt64))
+        !object.table.open_whole(arguments[9], Kind::kUInt64))
         return nullptr;
     const int64_t capacity = object.table.count();
-    if (capacity <= num_blocks || capacity & (capacity - 1) || !PyBuffer_IsContiguous(&object.table.buffer(), 'C'))
+    if (capacity <= num_blocks || capacity & (capacity - 1))
         return refuse("a table of %lld entries for %lld blocks", (long long)capacity, (long long)num_blocks);
     const uint64_t seed = PyLong_AsUnsignedLongLongMask(arguments[10]);
     const uint64_t mask = PyLong_AsUnsignedLongLongMask(arguments[11]);
@@ -74,7 +76,7 @@ PyObject* match(PyObject* self, Arguments arguments, Py_ssize_t count) {
     View tokens, extra, found;
     Block above;
     if (!takes(count, 4) || !tokens.open(arguments[0], Kind::kInt32, 2) || !extra.open(arguments[1], Kind::kInt32) ||
-        !to_known(index, arguments[2], &above) || !found.open(arguments[3], Kind::kInt32))
+        !to_known(index, arguments[2], &above) || !found.open_whole(arguments[3], Kind::kInt32))
         return nullptr;
     const Py_buffer& rows = tokens.buffer();
     if (rows.shape[1] != index.block_size || extra.count() != tokens.count() || found.count() != tokens.count())
@@ -113,7 +115,8 @@ PyObject* parent(PyObject* self, PyObject* number) {
     return PyLong_FromLong(index_of(self).parent[block]);
 }
 
-// Marks ids as indexed or not, one by one; takes it back and says why if one is marked already.
+}  // namespace
+
 bool mark(Index& index, const Ids& ids, uint8_t indexed, const char* verb) {
     if (!in_range(ids, 1, index.num_blocks, verb)) return false;
     for (int64_t i = 0; i < ids.count; i++) {
@@ -128,6 +131,20 @@ bool mark(Index& index, const Ids& ids, uint8_t indexed, const char* verb) {
     }
     return true;
 }
+
+bool mark_forgotten(Index& index, const Ids& ids) {
+    if (!mark(index, ids, 0, "forget")) return false;
+    for (int64_t i = 0; i < ids.count; i++)
+        for (Block child = index.first_child[ids[i]]; child; child = index.next[child])
+            if (index.indexed[child]) {
+                for (int64_t j = 0; j < ids.count; j++) index.indexed[ids[j]] = 1;
+                refuse("cannot forget block %d: block %d continues it", ids[i], child);
+                return false;
+            }
+    return true;
+}
+
+namespace {
 
 PyObject* insert(PyObject* self, Arguments arguments, Py_ssize_t count) {
     Index& index = index_of(self);
@@ -146,7 +163,7 @@ PyObject* grow(PyObject* self, Arguments arguments, Py_ssize_t count) {
     Index& index = index_of(self);
     View ids, parents, grown;
     if (!takes(count, 3) || !ids.open(arguments[0], Kind::kInt32) || !parents.open(arguments[1], Kind::kInt32) ||
-        !grown.open(arguments[2], Kind::kByte) ||
+        !grown.open_whole(arguments[2], Kind::kByte) ||
         !in_range(ids.strided<Block>(), 1, index.num_blocks, "index") ||
         !in_range(parents.strided<Block>(), 0, index.num_blocks, "continue"))
         return nullptr;
@@ -162,15 +179,8 @@ PyObject* remove(PyObject* self, Arguments arguments, Py_ssize_t count) {
     Index& index = index_of(self);
     View view;
     if (!takes(count, 1) || !view.open(arguments[0], Kind::kInt32)) return nullptr;
-    const Ids ids = view.strided<Block>();
-    if (!mark(index, ids, 0, "forget")) return nullptr;
-    for (int64_t i = 0; i < ids.count; i++)
-        for (Block child = index.first_child[ids[i]]; child; child = index.next[child])
-            if (index.indexed[child]) {
-                for (int64_t j = 0; j < ids.count; j++) index.indexed[ids[j]] = 1;
-                return refuse("cannot forget block %d: block %d continues it", ids[i], child);
-            }
-    index.remove(ids);
+    if (!mark_forgotten(index, view.strided<Block>())) return nullptr;
+    index.remove(view.strided<Block>());
     Py_RETURN_NONE;
 }
 
@@ -191,7 +201,7 @@ PyObject* walk(PyObject* self, Arguments arguments, Py_ssize_t count) {
     const Index& index = index_of(self);
     View found;
     Block block;
-    if (!takes(count, 2) || !to_known(index, arguments[0], &block) || !found.open(arguments[1], Kind::kInt32))
+    if (!takes(count, 2) || !to_known(index, arguments[0], &block) || !found.open_whole(arguments[1], Kind::kInt32))
         return nullptr;
     const int64_t n = index.walk(block, found.data<Block>(), found.count());
     return n < 0 ? refuse("more than %lld blocks behind block %d", found.count(), block) : PyLong_FromLongLong(n);
@@ -207,7 +217,7 @@ PyObject* climb(PyObject* self, Arguments arguments, Py_ssize_t count) {
     const Index& index = index_of(self);
     View path;
     Block block;
-    if (!takes(count, 2) || !to_known(index, arguments[0], &block) || !path.open(arguments[1], Kind::kInt32))
+    if (!takes(count, 2) || !to_known(index, arguments[0], &block) || !path.open_whole(arguments[1], Kind::kInt32))
         return nullptr;
     for (int64_t i = path.count(); i-- && block != kRoot; block = index.parent[block]) path.data<Block>()[i] = block;
     Py_RETURN_NONE;
@@ -242,7 +252,16 @@ PyMemberDef members[] = {
 }  // namespace
 
 PyObject* make_index_type() {
-    return make_type<IndexObject>("pagedkv._core.Index", "Blocks found by content.", methods, members);
+    return the_type = make_type<IndexObject>("pagedkv._core.Index", "Blocks found by content.", methods, members);
+}
+
+Index* index_in(PyObject* object) {
+    IndexObject* found = value_in<IndexObject>(object, the_type);
+    if (found && found->index.num_blocks < 0) {
+        refuse("the index has no blocks yet");
+        return nullptr;
+    }
+    return found ? &found->index : nullptr;
 }
 
 }  // namespace pagedkv

@@ -4,7 +4,7 @@
 
 namespace pagedkv {
 
-constexpr long kVersion = 2;  // as pagedkv.core.VERSION
+constexpr long kVersion = 3;  // as pagedkv.core.VERSION
 
 static PyObject* block_error = nullptr;
 
@@ -42,6 +42,17 @@ bool in_range(const Ids& ids, Block least, Block num_blocks, const char* verb) {
 
 static PyMethodDef functions[] = {
     method("are_tokens", are_tokens, "Whether an array is int32, contiguous, of one dimension, and nowhere negative."),
+    method("take", take, "take(pool, index, order, fresh, shared) -> int: how many were evicted, or -1"),
+    method("give_up", give_up, "give_up(pool, index, order, ids) -> bool: whether it was done"),
+    method("cut_row", cut_row,
+           "cut_row(pool, index, order, blocks, seq_len, committed, row, num_tokens) -> bool: whether it was done"),
+    method("plan_growth", plan_growth,
+           "plan_growth(pool, index, blocks, seq_len, rows, num_tokens, shared) -> (longest, num_new, num_shared)"),
+    method("grow_rows", grow_rows, "grow_rows(blocks, seq_len, rows, block_size, num_tokens, fresh)"),
+    method("commit_row", commit_row,
+           "commit_row(index, blocks, row, start, tokens) -> bool: False if an equal block is indexed already"),
+    method("store_tokens", store_tokens,
+           "store_tokens(index, blocks, seq_len, committed, rows, tokens, full) -> int: how many are full, or -1"),
     {nullptr, nullptr, 0, nullptr}};
 
 static PyModuleDef definition = {

@@ -17,10 +17,12 @@ struct Order {
     bool holds(Block id) const { return next[id] != kNowhere; }
 
     void push(const Ids& ids) {
-        for (int64_t i = 0; i < ids.count; i++) {
-            drop(ids[i]);
-            link(ids[i], prev[0], 0);
-        }
+        for (int64_t i = 0; i < ids.count; i++) push(ids[i]);
+    }
+
+    void push(Block id) {
+        drop(id);
+        link(id, prev[0], 0);
     }
 
     void discard(const Ids& ids) {

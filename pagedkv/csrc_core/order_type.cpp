@@ -11,6 +11,8 @@ struct OrderObject {
     View next, prev, kept;
 };
 
+PyObject* the_type = nullptr;
+
 Order& order_of(PyObject* self) { return value_of<OrderObject>(self).order; }
 
 PyObject* attach(PyObject* self, Arguments arguments, Py_ssize_t count) {
@@ -47,7 +49,7 @@ PyObject* discard(PyObject* self, Arguments arguments, Py_ssize_t count) {
 
 PyObject* first(PyObject* self, Arguments arguments, Py_ssize_t count) {
     View keep, found;
-    if (!takes(count, 2) || !keep.open(arguments[0], Kind::kInt32) || !found.open(arguments[1], Kind::kInt32) ||
+    if (!takes(count, 2) || !keep.open(arguments[0], Kind::kInt32) || !found.open_whole(arguments[1], Kind::kInt32) ||
         !in_range(keep.strided<Block>(), 0, order_of(self).num_blocks, "keep"))
         return nullptr;
     if (order_of(self).num_blocks < 0) return refuse("the order has no blocks yet");
@@ -81,7 +83,12 @@ PyMemberDef members[] = {{}};
 }  // namespace
 
 PyObject* make_order_type() {
-    return make_type<OrderObject>("pagedkv._core.Order", "Blocks by their last use.", methods, members);
+    return the_type = make_type<OrderObject>("pagedkv._core.Order", "Blocks by their last use.", methods, members);
+}
+
+Order* order_in(PyObject* object) {
+    OrderObject* found = value_in<OrderObject>(object, the_type);
+    return found ? &found->order : nullptr;
 }
 
 }  // namespace pagedkv

@@ -51,24 +51,6 @@ bool Pool::acquire(Block* fresh, int64_t num_new, const Ids& shared, const Ids& 
     return true;
 }
 
-int64_t Pool::release(const Ids& ids, const Flags& retain, Block* cached) {
-    if (check(ids, kActive, kActive) < 0 || num_free + ids.count > num_blocks) return -1;
-    int64_t count = 0;
-    for (int64_t i = 0; i < ids.count; i++) {
-        const Block id = ids[i];
-        if (--ref_count[id]) continue;
-        if (retain[i]) {
-            state[id] = kCached;
-            cached[count++] = id;
-        } else {
-            state[id] = kFree;
-            free_stack[num_free++] = id;
-        }
-    }
-    num_cached += count;
-    return count;
-}
-
 bool Pool::evict(const Ids& ids) {
     if (check(ids, kCached, kCached) < 0 || num_free + ids.count > num_blocks) return false;
     for (int64_t i = 0; i < ids.count; i++) {

@@ -25,8 +25,24 @@ struct Pool {
     // Fills ``fresh`` and takes references on ``shared``; false, with nothing changed, if an id is wrong.
     bool acquire(Block* fresh, int64_t num_new, const Ids& shared, const Ids& victims);
 
-    // Fills ``cached`` with those that became cached, and returns how many; -1 with nothing changed.
-    int64_t release(const Ids& ids, const Flags& retain, Block* cached);
+    // Drops a reference each; at zero ``keep(i, id)`` says whether the block is cached from now on, or free.
+    // False, with nothing changed, if an id is wrong.
+    template <typename Keep>
+    bool release(const Ids& ids, Keep keep) {
+        if (check(ids, kActive, kActive) < 0 || num_free + ids.count > num_blocks) return false;
+        for (int64_t i = 0; i < ids.count; i++) {
+            const Block id = ids[i];
+            if (--ref_count[id]) continue;
+            if (keep(i, id)) {
+                state[id] = kCached;
+                num_cached++;
+            } else {
+                state[id] = kFree;
+                free_stack[num_free++] = id;
+            }
+        }
+        return true;
+    }
 
     bool evict(const Ids& ids);
 

@@ -14,6 +14,8 @@ struct PoolObject {
     View ref_count, state, free_stack, seen;
 };
 
+PyObject* the_type = nullptr;
+
 Pool& pool_of(PyObject* self) { return value_of<PoolObject>(self).pool; }
 
 PyObject* answer(bool done) {
@@ -50,11 +52,21 @@ PyObject* attach(PyObject* self, Arguments arguments, Py_ssize_t count) {
 PyObject* acquire(PyObject* self, Arguments arguments, Py_ssize_t count) {
     if (!takes(count, 3)) return nullptr;
     View fresh, shared, victims;
-    if (!fresh.open(arguments[0], Kind::kInt32) || !shared.open(arguments[1], Kind::kInt32) ||
+    if (!fresh.open_whole(arguments[0], Kind::kInt32) || !shared.open(arguments[1], Kind::kInt32) ||
         !victims.open(arguments[2], Kind::kInt32))
         return answer(false);
     return answer(pool_of(self).acquire(fresh.data<Block>(), fresh.count(), shared.strided<Block>(),
                                         victims.strided<Block>()));
+}
+
+// Fills ``cached`` with those that became cached, and returns how many; -1 with nothing changed.
+int64_t release(Pool& pool, const Ids& ids, const Flags& retain, Block* cached) {
+    int64_t count = 0;
+    const bool done = pool.release(ids, [&](int64_t i, Block id) {
+        if (retain[i]) cached[count++] = id;
+        return retain[i] != 0;
+    });
+    return done ? count : -1;
 }
 
 PyObject* release(PyObject* self, Arguments arguments, Py_ssize_t count) {
@@ -62,9 +74,9 @@ PyObject* release(PyObject* self, Arguments arguments, Py_ssize_t count) {
     View ids, retain, cached;
     int64_t kept = -1;
     if (ids.open(arguments[0], Kind::kInt32) && retain.open(arguments[1], Kind::kByte) &&
-        cached.open(arguments[2], Kind::kInt32) && retain.count() == ids.count() &&
+        cached.open_whole(arguments[2], Kind::kInt32) && retain.count() == ids.count() &&
         retain.buffer().format[0] == '?' && cached.count() == ids.count())
-        kept = pool_of(self).release(ids.strided<Block>(), retain.strided<uint8_t>(), cached.data<Block>());
+        kept = release(pool_of(self), ids.strided<Block>(), retain.strided<uint8_t>(), cached.data<Block>());
     PyErr_Clear();
     return PyLong_FromLongLong(kept);
 }
@@ -104,7 +116,12 @@ PyMemberDef members[] = {
 }  // namespace
 
 PyObject* make_pool_type() {
-    return make_type<PoolObject>("pagedkv._core.Pool", "States and ref counts of blocks.", methods, members);
+    return the_type = make_type<PoolObject>("pagedkv._core.Pool", "States and ref counts of blocks.", methods, members);
+}
+
+Pool* pool_in(PyObject* object) {
+    PoolObject* found = value_in<PoolObject>(object, the_type);
+    return found ? &found->pool : nullptr;
 }
 
 }  // namespace pagedkv

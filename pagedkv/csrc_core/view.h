@@ -7,7 +7,7 @@
 
 namespace pagedkv {
 
-enum class Kind { kInt32, kByte, kUInt64 };  // kByte: bool or uint8
+enum class Kind { kInt32, kInt64, kByte, kUInt64 };  // kByte: bool or uint8
 
 class View {
   public:
@@ -19,8 +19,9 @@ class View {
     // False, with a TypeError set, unless ``array`` is one of this kind with ``ndim`` dimensions.
     bool open(PyObject* array, Kind kind, int ndim = 1);
 
-    // The same, for arrays that are written: in C order, and of this many items in all.
+    // The same, for arrays that are written: in C order, and of this many items in all, or of any number.
     bool open_whole(PyObject* array, Kind kind, int64_t count, int ndim = 1);
+    bool open_whole(PyObject* array, Kind kind, int ndim = 1);
 
     void close() {
         if (buffer_.obj) PyBuffer_Release(&buffer_);

@@ -1,20 +1,21 @@
 """Contents and the blocks that hold them: one pool of blocks, one tree of contents, for all groups."""
 
 from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.block_ids import resized
 from pagedkv.block_pool import ACTIVE, CACHED, FREE, NO_BLOCKS, BlockPool
 from pagedkv.copies import PendingCopies
-from pagedkv.errors import check
+from pagedkv.fences import Fences
+from pagedkv.hybrid.events import GroupEvents
 from pagedkv.hybrid.group import CacheGroup, longest_hit
+from pagedkv.hybrid.group_view import GroupView
 from pagedkv.namespace import ExtraKeys
 from pagedkv.page_table import NULL_BLOCK, Int32Array
 from pagedkv.policies.lru import LRU
-from pagedkv.policies.policy import BlockView
+from pagedkv.policies.policy import EvictionPolicy
 from pagedkv.prefix_index import ROOT, PrefixIndex
 
 
@@ -28,17 +29,25 @@ class ContentTree:
         full            5    6    9   12
         window          0    0   10   13        what fell out of the window may be gone
 
-    A node is known while a sequence holds it, a group has a block for it, or a known node continues it.
+    A node is known while a sequence (or a pin, or a fence) holds it, a group has a block for it, or a known
+    node continues it.
 
-    Blocks go one by one, least recently used first, whatever their group: who lets go of several at once
-    names the deepest first, and of one node those of window groups first. So a block that deeper blocks
-    need is younger than these, and what is evicted is exactly what is short.
+    Blocks go one by one, whatever their group, as the policy says, which knows them as one tree (see
+    ``GroupView``): so none goes before one that needs it, and what is evicted is exactly what is short.
+    Who lets go of several at once names the deepest first, and of one node those of window groups first.
+
+    *Ids* that are held and let go of together are one array: blocks, and nodes as negative numbers.
     """
 
     def __init__(
-        self, groups: Sequence[CacheGroup], num_blocks: int, block_size: int, num_nodes: int
+        self,
+        groups: Sequence[CacheGroup],
+        num_blocks: int,
+        block_size: int,
+        num_nodes: int,
+        policy: EvictionPolicy,
     ) -> None:
-        """Make ``num_blocks`` free blocks, and room for ``num_nodes`` contents."""
+        """Make ``num_blocks`` free blocks and ``num_nodes`` free nodes; a new ``policy`` says who goes."""
         self.groups = groups
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
@@ -50,12 +59,16 @@ class ContentTree:
         self.node_of: Int32Array = np.zeros(num_blocks + 1, np.int32)
         self.group_of: npt.NDArray[np.int16] = np.zeros(num_blocks + 1, np.int16)
         self.children: Int32Array = np.zeros(num_nodes + 1, np.int32)
-        self.order = LRU()
-        # the order asks a view for nothing but its size
-        self.order.bind(cast(BlockView, SimpleNamespace(num_blocks=num_blocks)))
+        self.let_go_order = sorted(range(len(groups)), key=lambda g: groups[g].window is None)
+        self.view = GroupView(self, num_blocks, num_nodes)
+        self.policy = policy
+        # exactly: a class derived from it may want to know what belongs to which branch
+        self._any_order_will_do = type(policy) is LRU
+        policy.bind(self.view)
+        self.fences = Fences(self._give_up)
+        self.events = GroupEvents(self)
         self.num_evicted = 0
         self.num_copied = 0
-        self._windows_first = sorted(range(len(groups)), key=lambda g: groups[g].window is None)
 
     # -- taking and giving up
 
@@ -69,55 +82,94 @@ class ContentTree:
         num_new: int,
         shared: Int32Array = NO_BLOCKS,
         nodes: Int32Array = NO_BLOCKS,
+        *,
+        spared: Int32Array = NO_BLOCKS,
         doomed: Int32Array = NO_BLOCKS,
     ) -> Int32Array:
         """Hold ``nodes`` and the blocks ``shared``, take ``num_new`` new blocks, evict exactly the shortfall.
 
-        ``doomed`` cached blocks are evicted in any case, and before any other.
+        ``spared`` blocks, whose parents are ``shared``, are not evicted. ``doomed`` cached blocks are evicted
+        in any case, and before any other.
         """
-        victims = self._victims(max(0, num_new - self.pool.num_free), shared, doomed)
+        keep = np.concatenate([shared, spared]) if len(spared) else shared
+        victims = self._victims(max(0, num_new - self.pool.num_free), keep, doomed)
         if len(nodes):
             self.nodes.acquire(0, shared=nodes)
         try:
             new = self.pool.acquire(num_new, shared, victims)
         except BaseException:
-            self.nodes.release(nodes, np.ones(len(nodes), np.bool_))
+            if len(nodes):
+                self.nodes.release(nodes, np.ones(len(nodes), np.bool_))
             raise
         if len(shared):
-            self.order.discard(shared)
+            self.policy.discard(shared)
+        if len(victims):
+            self.policy.forget(victims[: len(doomed)])
+            self.policy.evict(victims[len(doomed) :], spared)
         rest = doomed[len(victims) :]
         if len(rest):
+            self.policy.forget(rest)
             self.pool.evict(rest)
             victims = doomed
-        if len(victims):
-            self._forget(victims)
+        self._forget(victims, "capacity")
         return new
 
-    def _victims(self, count: int, shared: Int32Array, doomed: Int32Array) -> Int32Array:
+    def _victims(self, count: int, keep: Int32Array, doomed: Int32Array) -> Int32Array:
         if count <= len(doomed):
             return doomed[:count]
         if not len(doomed):
-            return self.order.first(count, keep=shared)
-        others = self.order.first(count - len(doomed), keep=np.concatenate([shared, doomed]))
+            return self.policy.first(count, keep)
+        others = self.policy.first(count - len(doomed), np.concatenate([keep, doomed]))
         return np.concatenate([doomed, others])
 
-    def release(self, blocks: Int32Array, nodes: Int32Array = NO_BLOCKS) -> None:
-        """Drop one reference on each: ``blocks`` as ``by_node`` orders them, ``nodes`` deepest first."""
+    def hold(self, ids: Int32Array) -> None:
+        """Take one more reference on each of ``ids``."""
+        self.acquire(0, ids[ids > 0], -ids[ids < 0])
+
+    def release(self, ids: Int32Array) -> None:
+        """Drop one reference on each: blocks as ``by_node`` orders them, then nodes, deepest first.
+
+        While a fence is open, it takes the references over.
+        """
+        if self.fences:
+            self.fences.hold(ids)
+        else:
+            self._give_up(ids)
+
+    def _give_up(self, ids: Int32Array) -> None:
+        blocks, nodes = ids, NO_BLOCKS
+        if len(ids) and ids[-1] < 0:
+            blocks, nodes = ids[ids > 0], -ids[ids < 0]
         if len(blocks):
-            self.order.make_room(len(blocks))
-            self.order.push(self.pool.release(blocks, self.node_of[blocks] > 0))
+            self.policy.make_room(len(blocks))
+            cached = self.pool.release(blocks, self.node_of[blocks] > 0)
+            for branch in [cached] if self._any_order_will_do else self.view.branches(cached):
+                self.policy.push(branch)
             if len(self.copies):
                 self.copies.drop(blocks[self.pool.state[blocks] == FREE])
         if len(nodes):
             self.nodes.release(nodes, np.ones(len(nodes), np.bool_))
             self._prune(nodes[:1].tolist())
+        surplus = self.policy.surplus()
+        if surplus is not None:
+            self._evict(surplus, "policy")
+
+    def fenced_only(self) -> Int32Array:
+        """Blocks that nothing but fences holds."""
+        held = self.fences.held()
+        if not held:
+            return NO_BLOCKS
+        ids, counts = np.unique(np.concatenate(held), return_counts=True)
+        blocks, counts = ids[ids > 0], counts[ids > 0]
+        alone: Int32Array = blocks[self.pool.ref_count[blocks] == counts]
+        return alone
 
     def by_node(self, blocks: Int32Array) -> Int32Array:
         """Blocks [groups, n] in the order in which they are let go of together, without the null block.
 
         Last column first; within one column those of window groups first.
         """
-        flat: Int32Array = blocks[self._windows_first, ::-1].T.reshape(-1)
+        flat: Int32Array = blocks[self.let_go_order, ::-1].T.reshape(-1)
         held: Int32Array = flat[flat != NULL_BLOCK]
         return held
 
@@ -131,8 +183,11 @@ class ContentTree:
         at = len(known)
         if at == len(tokens):
             return known
-        while self.nodes.num_free < len(tokens) - at:
-            self._evict_oldest()
+        try:
+            self._make_room_for_nodes(len(tokens) - at)
+        except BaseException:
+            self.nodes.release(known[::-1], np.ones(at, np.bool_))
+            raise
         new = self.nodes.acquire(len(tokens) - at)
         before = int(known[-1]) if at else parent
         self.index.tokens[new] = tokens[at:]
@@ -141,50 +196,98 @@ class ContentTree:
         self.children[new[:-1]] = 1
         for extra_id in extra[at:][extra[at:] > 0].tolist():
             self.extra_keys.share(extra_id)
+        if self.events.recording:
+            self.events.learn(new, before)
         return np.concatenate([known, new])
 
     def adopt(self, own: Int32Array, nodes: Int32Array) -> Int32Array:
-        """Blocks [groups, n] to hold for ``nodes``: ``own`` where a group has none, else that one.
+        """Blocks [groups, n] to hold for consecutive ``nodes``: ``own`` where a group has none, else its.
 
-        The caller gives up its own blocks where it gets others.
+        The caller gives up its own blocks where it gets others. It gets none where its own is NULL_BLOCK.
         """
         theirs: Int32Array = self.block_of[:, nodes]
-        bare = theirs == NULL_BLOCK
-        held: Int32Array = np.where(bare, own, theirs)
-        self.block_of[:, nodes] = held
-        self.node_of[held] = nodes
-        taken = theirs[~bare]
+        if not theirs.any() and own.all():  # the common case, in a few steps
+            self.block_of[:, nodes], self.node_of[own] = own, nodes
+            self.policy.stored(own.reshape(-1))
+            if self.events.recording:
+                self.events.stored_where(own != NULL_BLOCK, nodes)
+            return own
+        wanted = own != NULL_BLOCK
+        bare = wanted & (theirs == NULL_BLOCK)
+        new, taken = own[bare], theirs[wanted & ~bare & (theirs != own)]
         if len(taken):
             self.pool.acquire(0, shared=taken)
-            self.order.discard(taken)
-        return held
+            self.policy.discard(taken)
+        self.block_of[:, nodes] = np.where(bare, own, theirs)
+        self.node_of[new] = np.broadcast_to(nodes, own.shape)[bare]
+        if len(new):
+            self.policy.stored(new)
+            if self.events.recording:
+                self.events.stored_where(bare, nodes)
+        return np.where(wanted & ~bare, theirs, own)
 
     def withdraw(self, node: int) -> None:
         """Let a leaf lose its content: its only holder is about to write something else into its blocks."""
         blocks = self.block_of[:, node]
-        self.node_of[blocks[blocks != NULL_BLOCK]] = 0
-        self.block_of[:, node] = NULL_BLOCK
+        self.disown(blocks[blocks != NULL_BLOCK])
         self.nodes.release(np.array([node], np.int32), np.zeros(1, np.bool_))
         self._remove(np.array([node], np.int32), self.index.parent(node))
 
-    def behind(self, nodes: Int32Array) -> Int32Array:
-        """All cached blocks of contents that continue ``nodes``, which nobody else holds, children first."""
-        return self.by_node(self.block_of[:, self.index.behind(nodes)[::-1]])
+    def disown(self, blocks: Int32Array) -> None:
+        """Let held blocks lose their content, children first; the contents stay known as long as needed."""
+        if self.events.recording:
+            self.events.removed_from(blocks, "rewritten")
+        self.block_of[self.group_of[blocks], self.node_of[blocks]] = NULL_BLOCK
+        self.node_of[blocks] = 0
+        self.policy.forget(blocks)
+
+    def idle_behind(self, nodes: Int32Array) -> Int32Array | None:
+        """All blocks of contents that continue ``nodes``, children first; None if a fence holds any of it."""
+        behind = self.index.behind(nodes)
+        if (self.nodes.state[behind] != CACHED).any():
+            return None
+        blocks = self.by_node(self.block_of[:, behind[::-1]])
+        return blocks if (self.pool.state[blocks] == CACHED).all() else None
 
     # -- letting contents go
 
-    def _evict_oldest(self) -> None:
-        victim = self.order.first(1, keep=NO_BLOCKS)
-        check(len(victim) > 0, "contents are short, but no block is cached")
-        self.pool.evict(victim)
-        self._forget(victim)
+    def _make_room_for_nodes(self, count: int) -> None:
+        """See that so many nodes are free: the oldest blocks go, and then there is more room for contents."""
+        while self.nodes.num_free < count:
+            victims = self.policy.first(1, NO_BLOCKS)
+            if len(victims):
+                self._evict(victims, "capacity")
+            else:  # pins and fences may hold any number
+                self._resize_nodes(2 * self.nodes.num_blocks)
 
-    def _forget(self, blocks: Int32Array) -> None:
-        """Blocks have lost their content, and contents without blocks go with them."""
+    def _resize_nodes(self, num_nodes: int) -> None:
+        children = resized(self.children, num_nodes)
+        block_of: Int32Array = np.zeros((len(self.groups), num_nodes + 1), np.int32)
+        block_of[:, : self.block_of.shape[1]] = self.block_of
+        old = self.nodes.num_blocks
+        self.nodes.resize(num_nodes)
+        try:
+            self.index.resize(num_nodes)
+        except BaseException:
+            self.nodes.resize(old)
+            raise
+        self.children, self.block_of = children, block_of
+
+    def _evict(self, blocks: Int32Array, reason: str) -> None:
+        """Make blocks free that the policy has named."""
+        self.policy.evict(blocks)
+        self.pool.evict(blocks)
+        self._forget(blocks, reason)
+
+    def _forget(self, blocks: Int32Array, reason: str) -> None:
+        """Evicted blocks have lost their content, and contents without blocks go with them."""
+        if not len(blocks):
+            return
+        if self.events.recording:
+            self.events.removed_from(blocks, reason)
         nodes = self.node_of[blocks]
         self.block_of[self.group_of[blocks], nodes] = NULL_BLOCK
         self.node_of[blocks] = 0
-        self.order.discard(blocks)
         self.num_evicted += len(blocks)
         self._prune(dict.fromkeys(nodes.tolist()))
 
@@ -214,6 +317,8 @@ class ContentTree:
     def _remove(self, nodes: Int32Array, parent: int) -> None:
         """Take a chain without children, deepest node first, out of the tree."""
         self.index.remove(nodes)
+        if self.events.recording:
+            self.events.forget(nodes)
         self.children[nodes] = 0
         self.children[parent] -= 1
         extra = self.index.extra[nodes]

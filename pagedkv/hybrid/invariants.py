@@ -3,7 +3,7 @@
 import numpy as np
 
 from pagedkv.arithmetic import div_ceil
-from pagedkv.block_pool import CACHED, FREE
+from pagedkv.block_pool import CACHED, FREE, NO_BLOCKS
 from pagedkv.errors import check
 from pagedkv.hybrid.content_tree import ContentTree
 from pagedkv.hybrid.rows import Rows
@@ -11,18 +11,19 @@ from pagedkv.page_table import NULL_BLOCK, Int32Array
 from pagedkv.prefix_index import ROOT
 
 
-def check_invariants(tree: ContentTree, rows: Rows, prefix_caching: bool) -> None:
-    """Raise ``AssertionError`` naming the first broken invariant.
+def check_invariants(tree: ContentTree, rows: Rows, pinned: list[Int32Array]) -> None:
+    """Raise ``AssertionError`` naming the first broken invariant; ``pinned`` are the ids that each pin holds.
 
     Cost: O(groups x (blocks + page table) + nodes + the paths of all leaves).
     """
     tree.pool.check_invariants()
     tree.nodes.check_invariants()
     _check_blocks(tree)
-    _check_order(tree, _check_tree(tree))
-    _check_references(tree, rows)
+    _check_tree(tree)
+    _check_order(tree)
+    _check_references(tree, rows, np.concatenate([*pinned, *tree.fences.held(), NO_BLOCKS]))
     for seq_id in rows.tables[0].seq_ids:
-        _check_row(tree, rows, rows.tables[0].row(seq_id), prefix_caching)
+        _check_row(tree, rows, rows.tables[0].row(seq_id))
 
 
 def _check_blocks(tree: ContentTree) -> None:
@@ -37,8 +38,8 @@ def _check_blocks(tree: ContentTree) -> None:
     check(bool(tree.index.indexed[nodes].all()), "a block has content that nobody can find")
 
 
-def _check_tree(tree: ContentTree) -> Int32Array:
-    """Every node is where it is found, and needed; returns the parent of every node."""
+def _check_tree(tree: ContentTree) -> None:
+    """Every node is where it is found, and needed."""
     known = np.flatnonzero(tree.index.indexed)
     check(np.array_equal(known, np.flatnonzero(tree.nodes.state[1:] != FREE) + 1), "tree and node ids differ")
     check(len(known) == len(tree.index), "the index miscounts its nodes")
@@ -46,7 +47,8 @@ def _check_tree(tree: ContentTree) -> Int32Array:
     for leaf in known[tree.children[known] == 0].tolist():
         path = tree.index.path(leaf)
         parent[path] = np.concatenate([[ROOT], path[:-1]])
-        check(bool((np.diff(tree.nodes.ref_count[path]) <= 0).all()), "a node is held, but not its parent")
+        held = tree.nodes.ref_count[path] > 0
+        check(bool((held[1:] <= held[:-1]).all()), "a node is held, but not its parent")
         found = tree.index.match(tree.index.tokens[path], tree.index.extra[path])
         check(np.array_equal(found, path), "a content cannot be found by its tokens")
     check(bool((parent[known] >= 0).all()), "a node has children that nobody can find")
@@ -57,35 +59,26 @@ def _check_tree(tree: ContentTree) -> Int32Array:
     check(bool(needed.all()), "a content is kept for nothing")
     ids = set(tree.index.extra[known].tolist()) - {0}
     check(ids <= tree.extra_keys.ids(), "a content has a dropped extra key")
-    return parent
+    check(bool(tree.fences) or not tree.fences.held(), "ids wait for a fence that is not open")
 
 
-def _check_order(tree: ContentTree, parent: Int32Array) -> None:
-    """No block goes before one that needs it: of a deeper content, or of a window group for the same one."""
-    ids = tree.order.ids()
+def _check_order(tree: ContentTree) -> None:
+    """The policy orders the cached blocks, and no block goes before one that needs it."""
+    ids = tree.policy.ids()
     check(
         np.array_equal(np.sort(ids), np.flatnonzero(tree.pool.state == CACHED)),
         "the order does not have the cached blocks",
     )
-    place = np.full(tree.pool.num_blocks + 1, -1)
-    place[ids] = np.arange(len(ids))
-    nodes = np.unique(tree.node_of[ids])
-    full = np.array([group.window is None for group in tree.groups])
-    if not full.any():
-        return
-    last = place[tree.block_of[:, nodes]].max(axis=0)
-    inner = parent[nodes] != ROOT
-    before = tree.block_of[full][:, parent[nodes[inner]]]
-    check(bool((before != NULL_BLOCK).all()), "a cached block lost its prefix")
-    goes = place[before]
-    check(bool(((goes < 0) | (goes > last[inner])).all()), "a parent would be evicted before its child")
-    goes = place[tree.block_of[full][:, nodes]]
-    first_full = np.where(goes < 0, len(place), goes).min(axis=0)
-    last_window = place[tree.block_of[~full][:, nodes]].max(axis=0, initial=-1)
-    check(bool((last_window < first_full).all()), "a block would be evicted before one of a window")
+    place = {block: i for i, block in enumerate(ids.tolist())}
+    full = [g for g in tree.let_go_order if tree.groups[g].window is None]
+    for block, i in place.items():
+        parent = tree.view.parent(block)
+        is_first = tree.group_of[block] in full[-1:] and tree.index.parent(int(tree.node_of[block])) == ROOT
+        check(parent != NULL_BLOCK or is_first or not full, "a cached block lost its prefix")
+        check(place.get(parent, i) >= i, "a block would be evicted before one that needs it")
 
 
-def _check_references(tree: ContentTree, rows: Rows) -> None:
+def _check_references(tree: ContentTree, rows: Rows, others: Int32Array) -> None:
     first = rows.tables[0]
     for table in rows.tables:
         check(table.seq_ids == first.seq_ids, "groups have different sequences")
@@ -93,19 +86,20 @@ def _check_references(tree: ContentTree, rows: Rows) -> None:
         check(np.array_equal(table.seq_len, first.seq_len), "groups have different lengths")
         check(np.array_equal(table.committed, first.committed), "groups have committed different tokens")
     held = np.concatenate([table.blocks.reshape(-1) for table in rows.tables])
-    for entries, pool in ((held, tree.pool), (rows.nodes.reshape(-1), tree.nodes)):
+    held, nodes = np.concatenate([held, others]), np.concatenate([rows.nodes.reshape(-1), -others])
+    for entries, pool in ((held, tree.pool), (nodes, tree.nodes)):
         references = np.bincount(entries[entries > 0], minlength=pool.num_blocks + 1)
         check(np.array_equal(references, pool.ref_count), "ref_counts are not the number of holders")
 
 
-def _check_row(tree: ContentTree, rows: Rows, row: int, prefix_caching: bool) -> None:
+def _check_row(tree: ContentTree, rows: Rows, row: int) -> None:
     first, size = rows.tables[0], rows.block_size
     done, length = int(first.committed[row]), int(first.seq_len[row])
     check(0 <= done <= length, "more tokens are committed than the sequence has")
     total, full = div_ceil(length, size), done // size
     nodes = rows.nodes[row]
     check(not nodes[total:].any(), "a row has a content beyond its blocks")
-    chain = nodes[: full if prefix_caching else 0]
+    chain = nodes[: full if rows.keeps_content else 0]
     check(bool((chain != ROOT).all()), "a full committed block has no content")
     tail = nodes[len(chain) : total]
     cut = tail[-1:] if length % size else tail[:0]

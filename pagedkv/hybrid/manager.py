@@ -6,20 +6,24 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.announced import Announced
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_ids import require_num_blocks
-from pagedkv.block_pool import BlockCounts
+from pagedkv.block_pool import NO_BLOCKS, BlockCounts
 from pagedkv.content import SequenceExtra, as_token_array
-from pagedkv.copies import PendingCopies
-from pagedkv.errors import NeverFits, PagedKVError, SequenceError, require_count
+from pagedkv.errors import NeverFits, SequenceError, require_count
 from pagedkv.hybrid.content_tree import ContentTree
 from pagedkv.hybrid.group import CacheGroup, check_groups
 from pagedkv.hybrid.invariants import check_invariants
+from pagedkv.hybrid.retention import GroupRetention
 from pagedkv.hybrid.rows import Rows
 from pagedkv.hybrid.stats import HybridStats, count_groups
 from pagedkv.namespace import Media, Namespace
-from pagedkv.opened import Opened
-from pagedkv.page_table import Int64Array, PageTable, SeqId
+from pagedkv.opened import Lookup, Opened
+from pagedkv.page_table import Int32Array, Int64Array, PageTable, SeqId
+from pagedkv.policies import EvictionPolicy, make_policy
+from pagedkv.policies.residency import Residency
+from pagedkv.stats import OpenCounters
 
 
 class HybridKVCacheManager:
@@ -34,8 +38,9 @@ class HybridKVCacheManager:
 
     Bookkeeping only: numpy, no tensors, no clock, no threads. Not thread-safe: one scheduler owns it. All
     groups take blocks of one pool; ``tables[name]`` has the block tables of a group, NULL_BLOCK where a
-    block fell out of its window (attention must honour the window, and so reads none of those).
-    ``copies`` are the blocks to copy before the next write. What is refused changes nothing; ``None`` or
+    block fell out of its window (attention must honour the window, and so reads none of those). The other
+    parts are as those of ``KVCacheManager``: ``copies`` (blocks to copy before the next write), ``fences``,
+    ``retention`` (pins and priorities), ``events`` (by group). What is refused changes nothing; ``None`` or
     ``False`` means "not now"; a mistake raises a ``ValueError`` subclass with the numbers.
 
     **A hit** is as long as every group can serve: groups without a window all of it, the others what the
@@ -50,15 +55,15 @@ class HybridKVCacheManager:
     **Long prompts.** ``open`` takes room for all tokens in all groups unless ``max_fresh_tokens`` says to
     begin with fewer; then ``append`` the next chunk when the last one is committed.
 
-    **Eviction** is least recently used, block by block, exactly the shortfall. Blocks that fell out of a
+    **Eviction** is block by block, as the policy says, exactly the shortfall. Blocks that fell out of a
     window go at their own age; of blocks let go of together, the deepest first, of one depth those of window
     groups first. So a block goes before what it builds on, no cached block is ever cut off from its
-    prefix, and what no hit can use any more goes first (unless committed tokens were cut).
+    prefix, and under LRU what no hit can use any more goes first (unless committed tokens were cut).
 
     Memory: 106 bytes of arrays per block, 4 more for each of its tokens and for each group (170 for two
     groups and blocks of 16 tokens), and a page table per group. Without a group that keeps everything,
     contents may outlive their blocks: there is room for ``max_seqs * ceil(max_seq_len / block_size)`` more
-    contents then, so state both limits.
+    contents then, so state both limits, and for more only when pins and fences hold more.
 
     >>> groups = CacheGroup("full", (1,)), CacheGroup("local", (0, 2), window=4)
     >>> manager = HybridKVCacheManager(groups, num_blocks=12, block_size=2)
@@ -79,12 +84,14 @@ class HybridKVCacheManager:
         *,
         max_seqs: int = 256,
         max_seq_len: int | None = None,
-        prefix_caching: bool = True,
+        policy: str | EvictionPolicy | None = "lru",
     ) -> None:
         """Make a manager of ``num_blocks`` usable blocks, each for ``block_size`` tokens of one group.
 
         ``max_seqs`` sequences can be open at once, each of at most ``max_seq_len`` tokens (default: as many
-        as one group could hold in the whole pool). ``prefix_caching=False``: no content is kept or looked up.
+        as one group could hold in the whole pool). ``policy`` decides which cached block goes first: a name
+        of `pagedkv.policies.POLICIES`, or a policy that no other manager has. With None there is no prefix
+        cache: no content is kept or looked up.
         """
         self.groups = check_groups(groups)
         num_blocks = require_num_blocks("num_blocks", num_blocks)
@@ -92,9 +99,8 @@ class HybridKVCacheManager:
         max_seqs = require_count("max_seqs", max_seqs, 1)
         whole_pool = num_blocks * self.block_size
         self.max_seq_len = whole_pool if max_seq_len is None else require_count("max_seq_len", max_seq_len, 1)
-        if not isinstance(prefix_caching, bool):
-            raise PagedKVError(f"prefix_caching must be True or False, got {prefix_caching!r}")
-        self.prefix_caching = prefix_caching
+        self.prefix_caching = policy is not None
+        order = make_policy("lru" if policy is None else policy)
         width = div_ceil(self.max_seq_len, self.block_size)
         tables = [PageTable(max_seqs, width, self.block_size) for _ in self.groups]
         self.tables: Mapping[str, PageTable] = MappingProxyType(
@@ -102,10 +108,13 @@ class HybridKVCacheManager:
         )
         keeps_all = any(group.window is None for group in self.groups)
         num_nodes = num_blocks if keeps_all else num_blocks + max_seqs * width
-        self._tree = ContentTree(self.groups, num_blocks, self.block_size, num_nodes)
-        self._rows = Rows(self._tree, self.groups, tables)
+        self._tree = ContentTree(self.groups, num_blocks, self.block_size, num_nodes, order)
+        self._rows = Rows(self._tree, tables, self.prefix_caching)
         self._table = tables[0]  # all tables agree about rows and lengths
-        self._num_opened = self._queried_tokens = self._hit_tokens = 0
+        self.copies, self.fences, self.events = self._tree.copies, self._tree.fences, self._tree.events
+        self.retention = GroupRetention(self._rows)
+        self._announced = Announced()
+        self._counters = OpenCounters()
 
     @property
     def counts(self) -> BlockCounts:
@@ -113,11 +122,45 @@ class HybridKVCacheManager:
         return self._tree.pool.counts
 
     @property
-    def copies(self) -> PendingCopies:
-        """Blocks to copy before anything else is written."""
-        return self._tree.copies
+    def num_blocks(self) -> int:
+        """Usable blocks; ids are 1..num_blocks."""
+        return self._tree.pool.num_blocks
 
     # -- sequences
+
+    def lookup(
+        self,
+        tokens: Any,
+        max_new_tokens: int = 0,
+        *,
+        namespace: Namespace | None = None,
+        media: Iterable[Media] = (),
+        max_fresh_tokens: int | None = None,
+    ) -> Lookup:
+        """Tell what ``open`` would find, and whether ``max_new_tokens`` of growth would fit as well.
+
+        Growth is counted token by token, each committed before the next; with ``max_fresh_tokens`` the prompt
+        is, chunk by chunk. ``num_coming_tokens`` are announced by others, and a hit unless a group has lost
+        them by then. Raises ``NeverFits`` if prompt and growth can never fit. Changes nothing.
+        Cost: as ``open``, O(chunks), and O(n) for each prompt that is announced.
+        """
+        prompt = as_token_array(tokens)
+        num_tokens, growth = len(prompt), require_count("max_new_tokens", max_new_tokens, 0)
+        extra = SequenceExtra.build(namespace, media, num_tokens, self.block_size)
+        room = _chunk(max_fresh_tokens, num_tokens)
+        nodes = self._match(prompt, extra, num_tokens - 1)
+        cached, coming = len(nodes) * self.block_size, 0
+        starts = np.arange(cached, max(num_tokens, cached + 1), room)
+        ends = np.minimum(starts + room, num_tokens)
+        if growth:
+            starts, ends = np.append(starts, num_tokens + growth - 1), np.append(ends, num_tokens + growth)
+        self._require_fits(starts, ends)
+        if len(self._announced) and num_tokens > 1:
+            common = self._announced.common(prompt[:-1], extra, self.block_size)
+            coming = max(0, common * self.block_size - cached)
+        needed = int(self._rows.needed(self._rows.hit_blocks(nodes), starts, ends).max())
+        fits = self._table.num_free_rows > 0 and needed <= self._tree.pool.num_available
+        return Lookup(num_tokens, cached, coming, fits)
 
     def open(
         self,
@@ -128,6 +171,8 @@ class HybridKVCacheManager:
         media: Iterable[Media] = (),
         max_cached_tokens: int | None = None,
         max_fresh_tokens: int | None = None,
+        partial_hits: bool = False,
+        announce: bool = False,
     ) -> Opened | None:
         """Open a sequence with its prompt: find the longest prefix that every group has, hold what is needed.
 
@@ -135,6 +180,10 @@ class HybridKVCacheManager:
         model has to run at least one token). Behind the hit there is room for the rest of the prompt, or
         for ``max_fresh_tokens`` of it if that is less: the length of the sequence, and ``num_tokens`` of
         the result, say how much; ``append`` makes room for more.
+
+        With ``partial_hits`` the hit may end inside a block that every group has, by a copy of it in each
+        (run ``copies`` before the prefill). With ``announce``, ``lookup`` tells others of the prompt until
+        it is committed.
 
         Returns None when it does not fit now, or ``max_seqs`` are open. Raises ``NeverFits`` if the pool
         cannot hold what the sequence must hold at once, even if it were alone: now (a smaller
@@ -150,23 +199,31 @@ class HybridKVCacheManager:
         limit = num_tokens - 1
         if max_cached_tokens is not None:
             limit = min(require_count("max_cached_tokens", max_cached_tokens, 0), num_tokens)
-        room = num_tokens
-        if max_fresh_tokens is not None:
-            room = require_count("max_fresh_tokens", max_fresh_tokens, 1)
-        nodes = self._rows.match(prompt, extra, limit if self.prefix_caching else 0)
+        room = _chunk(max_fresh_tokens, num_tokens)
+        nodes = self._match(prompt, extra, limit)
         cached = len(nodes) * self.block_size
         length = min(num_tokens, cached + room)
         self._require_fits(np.array([cached]), np.array([length]))
-        hit = self._rows.hit_blocks(nodes)
-        fresh = (div_ceil(length, self.block_size) - len(nodes)) * len(self.groups)
-        idle = np.count_nonzero(self._tree.pool.ref_count[hit[hit > 0]] == 0)
-        if not self._table.num_free_rows or fresh + idle > self._tree.pool.num_available:
+        hit, available = self._rows.hit_blocks(nodes), self._tree.pool.num_available
+        if not self._table.num_free_rows or self._cost(hit, NO_BLOCKS, length) > available:
             return None
-        self._rows.add(seq_id, extra, nodes, hit, length)
-        self._num_opened += 1
-        self._queried_tokens += num_tokens
-        self._hit_tokens += cached
-        return Opened(length, cached)
+        source, count = NO_BLOCKS, 0
+        if partial_hits and self.prefix_caching:
+            source, count = self._rows.match_tail(prompt, extra, nodes, limit)
+            longer = min(num_tokens, cached + count + room)
+            # the copied blocks themselves must not be evicted to make the room
+            if self._cost(hit, source, longer) <= available:
+                length = longer
+            else:
+                source, count = NO_BLOCKS, 0
+        announced = prompt.copy() if announce and self.prefix_caching else None
+        tail = source, prompt[cached : cached + count]
+        row = self._rows.add(seq_id, extra, nodes, hit, length, tail)
+        self._counters.count_open(num_tokens, self.block_size, len(nodes), cached + count)
+        if announced is not None:
+            self._announced.add(row, announced, extra)
+            self._announced.cut(row, cached + count, self.max_seq_len)  # all of it may have been a hit
+        return Opened(length, cached + count)
 
     def append(self, seq_id: SeqId, num_tokens: int = 1) -> bool:
         """``step`` for one sequence."""
@@ -206,7 +263,8 @@ class HybridKVCacheManager:
         extra = self._rows.extra(row).extended(media, start, stop, self.block_size)
         if len(ids):
             self._require_copied(row, start // self.block_size, div_ceil(stop, self.block_size))
-            self._rows.commit(row, ids, extra, self.prefix_caching)
+            self._rows.commit(row, ids, extra)
+            self._announced.cut(row, stop, self.max_seq_len)
 
     def commit_step(self, seq_ids: Sequence[SeqId], tokens: Any) -> None:
         """``commit`` one token of each of several distinct sequences: ``tokens`` int [len(seq_ids)].
@@ -224,7 +282,9 @@ class HybridKVCacheManager:
         if len(self.copies):
             for row, column in zip(rows.tolist(), (start // self.block_size).tolist(), strict=True):
                 self._require_copied(row, column, column + 1)
-        self._rows.commit_one(rows, ids, self.prefix_caching)
+        self._rows.commit_one(rows, ids)
+        for row in rows.tolist() if len(self._announced) else ():
+            self._announced.cut(row, int(self._table.committed[row]), self.max_seq_len)
 
     def fork(self, seq_id: SeqId, child_id: SeqId) -> bool:
         """Open ``child_id`` as a copy of ``seq_id`` that shares every block, the partial tail included.
@@ -268,59 +328,71 @@ class HybridKVCacheManager:
                 f"its positions from {lost * self.block_size} on fell out of a window"
             )
         self._rows.cut(row, num_tokens, self._rows.extra(row).truncated(num_tokens, self.block_size))
+        if num_tokens < length:
+            self._announced.cut(row, int(self._table.committed[row]), num_tokens)
 
     def close(self, seq_id: SeqId) -> None:
         """Give up a sequence: full committed blocks stay cached, others become free.
 
         Raises ``SequenceError`` if it is not open. Cost: O(groups x blocks).
         """
+        row = self._table.row(seq_id)
         self._rows.remove(seq_id)
+        self._announced.cut(row, 0, 0)
 
     # -- being watched
 
     def stats(self) -> HybridStats:
         """Snapshot of states and counters. Cost: O(num_blocks), vectorised."""
-        counts = self.counts
+        counts, policy = self.counts, self._tree.policy
         return HybridStats(
-            num_blocks=self._tree.pool.num_blocks,
+            num_blocks=self.num_blocks,
             block_size=self.block_size,
             free_blocks=counts.free,
             cached_blocks=counts.cached,
             active_blocks=counts.active,
             groups=count_groups(self.groups, self._tree.group_of, self._tree.pool.state),
+            fenced_blocks=len(self._tree.fenced_only()),
+            pinned_blocks=self.retention.num_pinned,
             num_nodes=len(self._tree.index),
             num_seqs=len(self._table),
-            num_opened=self._num_opened,
-            queried_tokens=self._queried_tokens,
-            hit_tokens=self._hit_tokens,
             fallen_blocks=self._rows.num_fallen,
             evicted_blocks=self._tree.num_evicted,
             copied_blocks=self._tree.num_copied,
+            residency=policy.histograms() if isinstance(policy, Residency) else None,
+            **vars(self._counters),
         )
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if any two parts disagree. Cost: O(groups x (pool + table) + nodes)."""
-        check_invariants(self._tree, self._rows, self.prefix_caching)
+        check_invariants(self._tree, self._rows, self.retention.held())
 
     # -- inner steps
+
+    def _match(self, prompt: Int32Array, extra: SequenceExtra, limit: int) -> Int32Array:
+        return self._rows.match(prompt, extra, limit) if self.prefix_caching else NO_BLOCKS
+
+    def _cost(self, hit: Int32Array, source: Int32Array, length: int) -> int:
+        """Available blocks that a hit, and room up to ``length``, would take, ``source`` staying as well."""
+        fresh = (div_ceil(length, self.block_size) - hit.shape[1]) * len(self.groups)
+        blocks = np.concatenate([hit[hit > 0], source])
+        return int(fresh + np.count_nonzero(self._tree.pool.ref_count[blocks] == 0))
 
     def _require_fits(self, committed: Int64Array, num_tokens: Int64Array) -> None:
         """Refuse what a sequence could not hold if it were alone, with so many of its tokens committed."""
         longest = int(num_tokens.max(initial=0))
         if longest > self.max_seq_len:
             raise NeverFits(f"{longest} tokens can never fit: a sequence holds at most {self.max_seq_len}")
-        have = self._tree.pool.num_blocks
-        if div_ceil(longest, self.block_size) * len(self.groups) <= have:
-            return
-        need = self._rows.held_blocks(committed, num_tokens)
-        most = int(need.argmax())
-        if need[most] > have:
-            raise NeverFits(
-                f"{num_tokens[most]} tokens, {committed[most]} of them computed before, can never fit: "
-                f"all groups together need {need[most]} of {have} blocks"
-            )
+        self._rows.require_fits(committed, num_tokens)
 
     def _require_copied(self, row: int, first: int, last: int) -> None:
         if len(self.copies):
             for table in self.tables.values():
                 self.copies.require_done(table.blocks[row, first:last])
+
+
+def _chunk(max_fresh_tokens: int | None, num_tokens: int) -> int:
+    """Tokens that a prompt takes room for at a time."""
+    if max_fresh_tokens is None:
+        return max(1, num_tokens)
+    return require_count("max_fresh_tokens", max_fresh_tokens, 1)

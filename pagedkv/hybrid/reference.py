@@ -1,38 +1,29 @@
 """A slow, obviously right model of the hybrid manager: lists, dicts and whole-prefix keys, no tree."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from pagedkv.errors import NeverFits
 from pagedkv.hybrid.group import CacheGroup
+from pagedkv.hybrid.reference_contents import ReferenceContents
+from pagedkv.hybrid.reference_parts import (
+    Held,
+    HybridBlock,
+    HybridSequence,
+    Prefix,
+    best_child,
+    continues,
+    let_go,
+)
 from pagedkv.namespace import Namespace
-
-Path = tuple[object, ...]
-"""Namespace and all tokens up to the end of a block."""
-
-
-class _Block:
-    def __init__(self, group: int) -> None:
-        self.group = group
-        self.refs = 1
-        self.path: Path | None = None  # what it holds, once others may find it
+from pagedkv.reference_blocks import num_common_tokens
+from pagedkv.reference_policies import ReferencePolicy
 
 
-class _Sequence:
-    def __init__(self, namespace: Namespace | None, blocks: list[list[_Block | None]], length: int) -> None:
-        self.namespace = namespace
-        self.blocks = blocks  # per group; None where the block fell out of the window
-        self.length = length
-        self.tokens: list[int] = []  # the committed ones
+class ReferenceHybridManager(ReferenceContents):
+    """The rules of ``HybridKVCacheManager``, one position and one block at a time.
 
-    def tail(self) -> _Block:
-        """The last block of the first group; whoever shares it shares the last block of every group."""
-        block = self.blocks[0][-1]
-        assert block is not None
-        return block
-
-
-class ReferenceHybridManager:
-    """The rules of ``HybridKVCacheManager``, one position and one block at a time."""
+    It trusts its caller: drive it beside a manager with calls that were not refused as mistakes.
+    """
 
     def __init__(
         self,
@@ -41,37 +32,46 @@ class ReferenceHybridManager:
         block_size: int,
         max_seqs: int = 256,
         max_nodes: int | None = None,
+        policy: str | Callable[[int, int], ReferencePolicy] = "lru",
     ) -> None:
-        """Make a model with the same sizes as the manager it is compared with."""
-        self.groups, self.num_blocks, self.block_size = groups, num_blocks, block_size
+        """Make a model with the same sizes and policy as the manager it is compared with."""
+        super().__init__(groups, num_blocks, block_size, policy)
         self.max_seqs, self.max_nodes = max_seqs, max_nodes
-        self.free = num_blocks
-        self.by_path: list[dict[Path, _Block]] = [{} for _ in groups]
-        self.cached: list[_Block] = []  # least recently released first
-        self.seqs: dict[Hashable, _Sequence] = {}
-        self.evicted = self.copied = self.fallen = 0
+        self.births: dict[Prefix, int] = {}  # when each content became known
+        self.num_births = 0
+        self.announced: dict[Hashable, tuple[Namespace | None, list[int]]] = {}
 
-    def state(self) -> dict[str, object]:
-        """Everything that must agree with the manager."""
-        held = {id(b): b for s in self.seqs.values() for row in s.blocks for b in row if b is not None}
-        return {
-            "counts": (self.free, len(self.cached), self.num_blocks - self.free - len(self.cached)),
-            "lengths": {seq_id: (s.length, len(s.tokens)) for seq_id, s in self.seqs.items()},
-            "tables": {
-                seq_id: [[b is not None for b in row] for row in s.blocks] for seq_id, s in self.seqs.items()
-            },
-            "groups": [
-                (sum(b.group == g for b in held.values()), sum(b.group == g for b in self.cached))
-                for g in range(len(self.groups))
-            ],
-            "nodes": len(self._nodes()),
-            "counters": (self.evicted, self.copied, self.fallen),
-        }
-
-    def sees(self, group: CacheGroup, position: int, block: int) -> bool:
-        """Whether the query at ``position``, or a later one, may read a position of a block."""
-        positions = range(block * self.block_size, (block + 1) * self.block_size)
-        return any(group.window is None or q > position - group.window or q < group.sinks for q in positions)
+    def lookup(
+        self,
+        tokens: Sequence[int],
+        max_new_tokens: int = 0,
+        namespace: Namespace | None = None,
+        max_fresh_tokens: int | None = None,
+    ) -> tuple[int, int, int, bool]:
+        """Tokens, those cached, those coming, and whether prompt and growth fit now."""
+        prefixes = self._longest_hit(namespace, tokens, len(tokens) - 1)
+        cached, total = len(prefixes) * self.block_size, len(tokens) + max_new_tokens
+        room = max_fresh_tokens or max(1, len(tokens))
+        points = [(s, min(s + room, len(tokens))) for s in range(cached, max(len(tokens), cached + 1), room)]
+        points += [(total - 1, total)] if max_new_tokens else []
+        for committed, length in points:
+            self._require_fits(committed, length)
+        in_use = [{i for i, p in enumerate(prefixes) if p in by and by[p].refs} for by in self.by_prefix]
+        need = max(
+            sum(
+                self.sees(group, committed // self.block_size * self.block_size, i) and i not in used
+                for group, used in zip(self.groups, in_use, strict=True)
+                for i in range(self._blocks_for(length))
+            )
+            for committed, length in points
+        )
+        common = [
+            num_common_tokens(tokens[:-1], other) // self.block_size * self.block_size
+            for other_namespace, other in self.announced.values()
+            if other_namespace == namespace
+        ]
+        fits = len(self.seqs) < self.max_seqs and need <= self.free + len(self.cached)
+        return len(tokens), cached, max([0, *(c - cached for c in common)]), fits
 
     def open(
         self,
@@ -79,32 +79,52 @@ class ReferenceHybridManager:
         tokens: Sequence[int],
         namespace: Namespace | None = None,
         max_fresh_tokens: int | None = None,
+        max_cached_tokens: int | None = None,
+        partial_hits: bool = False,
+        announce: bool = False,
     ) -> tuple[int, int] | None:
         """Length of the new sequence and how many of its tokens are cached, or None."""
         self._require_fits(max(0, len(tokens) - 1), len(tokens))
-        size = self.block_size
-        paths = self._longest_hit(namespace, tokens)
-        hit = len(paths)
-        length = min(len(tokens), hit * size + (max_fresh_tokens or len(tokens)))
-        self._require_fits(hit * size, length)
+        limit = len(tokens) - 1 if max_cached_tokens is None else min(max_cached_tokens, len(tokens))
+        size, room = self.block_size, max_fresh_tokens or len(tokens)
+        prefixes = self._longest_hit(namespace, tokens, limit)
+        hit, cached = len(prefixes), len(prefixes) * size
+        length = min(len(tokens), cached + room)
+        self._require_fits(cached, length)
         held = [
-            [by[p] if self.sees(group, hit * size, i) else None for i, p in enumerate(paths)]
-            for group, by in zip(self.groups, self.by_path, strict=True)
+            [by[p] if self.sees(group, cached, i) else None for i, p in enumerate(prefixes)]
+            for group, by in zip(self.groups, self.by_prefix, strict=True)
         ]
-        fresh = (self._blocks_for(length) - hit) * len(self.groups)
         idle = sum(b is not None and not b.refs for row in held for b in row)
-        if len(self.seqs) == self.max_seqs or fresh + idle > self.free + len(self.cached):
+        fresh = (self._blocks_for(length) - hit) * len(self.groups)
+        available = self.free + len(self.cached)
+        if len(self.seqs) == self.max_seqs or fresh + idle > available:
             return None
-        for row in held:
-            for block in row:
-                if block is not None:
-                    self._hold(block)
-        self._make_room(fresh)
+        sources: list[HybridBlock] = []
+        if partial_hits:
+            parent: Prefix = prefixes[-1] if prefixes else (namespace,)
+            wanted = tokens[cached : min(limit, cached + size)]
+            known = sorted(self.nodes(), key=self.births.__getitem__)
+            child, count = best_child(known, parent, wanted, size)
+            found = [by[child] for by in self.by_prefix if child is not None and child in by]
+            longer = min(len(tokens), cached + count + room)
+            more = (self._blocks_for(longer) - hit) * len(self.groups)
+            if len(found) == len(self.groups) and more + idle + sum(not b.refs for b in found) <= available:
+                sources, length, fresh, cached = found, longer, more, cached + count
+        for block in let_go(self.groups, held):
+            self._hold(block)
+        self._make_room(fresh, spared=sources)
+        for block in let_go(self.groups, held)[::-1]:
+            self.policy.hit(block)
         for g, row in enumerate(held):
             row += [self._new(g) for _ in range(self._blocks_for(length) - hit)]
-        self.seqs[seq_id] = _Sequence(namespace, held, length)
-        self.seqs[seq_id].tokens = list(tokens[: hit * size])
-        return length, hit * size
+        self.copied += len(sources)
+        self.seqs[seq_id] = HybridSequence(namespace, held, length)
+        self.seqs[seq_id].tokens = list(tokens[:cached])
+        if announce:
+            self.announced[seq_id] = namespace, list(tokens)
+            self._cut_announced(seq_id, None)
+        return length, cached
 
     def step(self, seq_ids: Sequence[Hashable], count: int) -> bool:
         """Grow every sequence, or none and False."""
@@ -115,26 +135,30 @@ class ReferenceHybridManager:
         copies, private, burdened = self._shared_tails(seqs) if count else ([], [], [])
         width, available = len(self.groups), self.free + len(self.cached)
         total = sum(grow) + len(copies)
-        if (total - len(burdened)) * width <= available < total * width:
-            for cached in [b for s in burdened for b in self._behind(s.tail().path)]:
-                self._evict(cached)
+        behind = [b for s in burdened for b in self._behind(s.tail().prefix)]
+        fenced = [p for _, item in self.fenced for p in item.prefixes]
+        builds_on = [s for s in burdened if any(continues(p, s.tail().prefix) for p in fenced)]
+        idle = not builds_on and not any(block.refs for block in behind)
+        if (total - len(burdened)) * width <= available < total * width and idle:
+            for cached in behind:
+                self._evict(cached, "capacity")
             copies, private, _ = self._shared_tails(seqs)
             total = sum(grow) + len(copies)
         if total * width > self.free + len(self.cached):
             return False
         self._make_room(total * width)
         for s in copies:
+            prefix = s.tail().prefix
             old = [row[-1] for row in s.blocks]
             for g, row in enumerate(s.blocks):
                 row[-1] = self._new(g)
-            self._release([[block] for block in old])
+            self._release([[block] for block in old], [] if prefix is None else [prefix])
         for s in private:
-            for row, by in zip(s.blocks, self.by_path, strict=True):
+            for row in s.blocks:
                 block = row[-1]
                 assert block is not None
-                if block.path is not None:
-                    del by[block.path]
-                    block.path = None
+                if block.prefix is not None:
+                    self._forget(block, "rewritten")
         for s, n in zip(seqs, grow, strict=True):
             for g, row in enumerate(s.blocks):
                 row += [self._new(g) for _ in range(n)]
@@ -144,37 +168,41 @@ class ReferenceHybridManager:
 
     def commit(self, seq_id: Hashable, tokens: Sequence[int]) -> None:
         """Record final tokens; share full blocks, or take equal ones; let go of what no later token sees."""
-        seq = self.seqs[seq_id]
+        seq, known = self.seqs[seq_id], self.nodes()
         start = len(seq.tokens) // self.block_size
         seq.tokens += tokens
         full = len(seq.tokens) // self.block_size
-        while self.max_nodes is not None and len(self._nodes()) > self.max_nodes:
-            self._evict(self.cached[0])
-        for i in range(start, full):
-            path = (seq.namespace, *seq.tokens[: (i + 1) * self.block_size])
-            for row, by in zip(seq.blocks, self.by_path, strict=True):
-                own, known = row[i], by.get(path)
+        for prefix in seq.prefixes(self.block_size)[start:full]:
+            if prefix not in known:
+                self.births[prefix] = self.num_births = self.num_births + 1
+        while self.max_nodes is not None and len(self.nodes()) > self.max_nodes:
+            if self.cached:
+                self._evict(self.policy.choose(self._leaves()), "capacity", chosen=True)
+            else:
+                self.max_nodes *= 2
+        for i, prefix in enumerate(seq.prefixes(self.block_size)[start:full], start):
+            for g, (row, by) in enumerate(zip(seq.blocks, self.by_prefix, strict=True)):
+                own, equal = row[i], by.get(prefix)
                 assert own is not None
-                if known is None:
-                    by[path], own.path = own, path
+                if equal is None:
+                    self._store(own, g, prefix)
                 else:
-                    self._hold(known)
-                    row[i] = known
-                    self._drop(own)
+                    self._hold(equal)
+                    row[i] = equal
+                    self._release([[own]])
         if full > start:
             self._slide(seq, full * self.block_size)
+        self._cut_announced(seq_id, None)
 
     def fork(self, seq_id: Hashable, child_id: Hashable) -> bool:
         """Share every block."""
         if len(self.seqs) == self.max_seqs:
             return False
         seq = self.seqs[seq_id]
-        child = _Sequence(seq.namespace, [list(row) for row in seq.blocks], seq.length)
+        child = HybridSequence(seq.namespace, [list(row) for row in seq.blocks], seq.length)
         child.tokens = list(seq.tokens)
-        for row in child.blocks:
-            for block in row:
-                if block is not None:
-                    block.refs += 1
+        for block in let_go(self.groups, child.blocks):
+            block.refs += 1
         self.seqs[child_id] = child
         return True
 
@@ -189,30 +217,57 @@ class ReferenceHybridManager:
     def truncate(self, seq_id: Hashable, length: int) -> None:
         """Give up blocks from the end."""
         seq, keep = self.seqs[seq_id], self._blocks_for(length)
+        prefixes = seq.prefixes(self.block_size)[keep:]
         given_up = [row[keep:] for row in seq.blocks]
         for row in seq.blocks:
             del row[keep:]
-        seq.length = length
+        shorter, seq.length = length < seq.length, length
         del seq.tokens[length:]
-        self._release(given_up)
+        self._release(given_up, prefixes[::-1])
+        if shorter:
+            self._cut_announced(seq_id, length)
 
     def close(self, seq_id: Hashable) -> None:
         """Give up everything."""
         self.truncate(seq_id, 0)
+        self.announced.pop(seq_id, None)
         del self.seqs[seq_id]
 
-    def serves(self, path: Path) -> bool:
-        """Whether a hit could end with the content of ``path``."""
-        ends = range(self.block_size + 1, len(path) + 1, self.block_size)
-        return all(self._serves(g, [path[:end] for end in ends]) for g in range(len(self.groups)))
+    # -- what holds blocks besides sequences
 
-    def uses(self, path: Path, block: _Block) -> bool:
-        """Whether a hit that ends with the content of ``path`` would hold a block."""
-        assert block.path is not None
-        last = (len(block.path) - 1) // self.block_size - 1
-        return path[: len(block.path)] == block.path and self.sees(
-            self.groups[block.group], len(path) - 1, last
-        )
+    def can_pin(self, seq_id: Hashable, num_blocks: int) -> bool:
+        """Whether each group still has what a hit of so many blocks needs."""
+        prefixes = self.seqs[seq_id].prefixes(self.block_size)[:num_blocks]
+        return all(self._serves(g, prefixes) for g in range(len(self.groups)))
+
+    def pin(self, seq_id: Hashable, num_blocks: int, number: int) -> None:
+        """Hold what a hit of so many blocks needs."""
+        prefixes = self.seqs[seq_id].prefixes(self.block_size)[:num_blocks]
+        rows = [
+            [
+                by[p] if self.sees(group, num_blocks * self.block_size, i) else None
+                for i, p in enumerate(prefixes)
+            ]
+            for group, by in zip(self.groups, self.by_prefix, strict=True)
+        ]
+        self.pins[number] = Held(let_go(self.groups, rows), prefixes[::-1])
+        for block in self.pins[number].blocks:
+            self._hold(block)
+
+    def unpin(self, number: int) -> None:
+        """Let it go."""
+        pin = self.pins.pop(number)
+        self._release([pin.blocks[::-1]], pin.prefixes)
+
+    def retain(self, seq_id: Hashable, start: int, stop: int, priority: int) -> int:
+        """Set the priority of all blocks with content of tokens of this range."""
+        full = range(len(self.seqs[seq_id].tokens) // self.block_size)
+        wanted = {t // self.block_size for t in range(start, stop)} & set(full)
+        prefixes = self.seqs[seq_id].prefixes(self.block_size)
+        blocks = [by[prefixes[i]] for by in self.by_prefix for i in sorted(wanted) if prefixes[i] in by]
+        for block in blocks:
+            self.policy.retain(block, priority)
+        return len(blocks)
 
     # -- inner steps
 
@@ -226,23 +281,15 @@ class ReferenceHybridManager:
         if sum(self.sees(group, position, i) for group in self.groups for i in total) > self.num_blocks:
             raise NeverFits(f"{length} tokens never fit")
 
-    def _longest_hit(self, namespace: Namespace | None, tokens: Sequence[int]) -> list[Path]:
-        known = self._nodes()
-        for hit in range(max(0, len(tokens) - 1) // self.block_size, 0, -1):
-            paths: list[Path] = [(namespace, *tokens[: (i + 1) * self.block_size]) for i in range(hit)]
-            if paths[-1] in known and all(self._serves(g, paths) for g in range(len(self.groups))):
-                return paths
+    def _longest_hit(self, namespace: Namespace | None, tokens: Sequence[int], limit: int) -> list[Prefix]:
+        known = self.nodes()
+        for hit in range(max(0, limit) // self.block_size, 0, -1):
+            prefixes: list[Prefix] = [(namespace, *tokens[: (i + 1) * self.block_size]) for i in range(hit)]
+            if prefixes[-1] in known and all(self._serves(g, prefixes) for g in range(len(self.groups))):
+                return prefixes
         return []
 
-    def _serves(self, g: int, paths: Sequence[Path]) -> bool:
-        """Whether a group has all that the token behind these blocks sees."""
-        position = len(paths) * self.block_size
-        return all(
-            path in self.by_path[g] or not self.sees(self.groups[g], position, i)
-            for i, path in enumerate(paths)
-        )
-
-    def _slide(self, seq: _Sequence, position: int) -> None:
+    def _slide(self, seq: HybridSequence, position: int) -> None:
         fallen = [
             [None if self.sees(group, position, i) else b for i, b in enumerate(row)]
             for group, row in zip(self.groups, seq.blocks, strict=True)
@@ -255,82 +302,36 @@ class ReferenceHybridManager:
         self._release(fallen)
 
     def _shared_tails(
-        self, seqs: list[_Sequence]
-    ) -> tuple[list[_Sequence], list[_Sequence], list[_Sequence]]:
+        self, seqs: list[HybridSequence]
+    ) -> tuple[list[HybridSequence], list[HybridSequence], list[HybridSequence]]:
         """Who must copy its tail, who keeps it as its last holder, and who would if nothing built on it."""
         partial = [s for s in seqs if s.length % self.block_size]
-        copies = [s for s in partial if s.tail().path is not None or s.tail().refs > 1]
+        copies = [s for s in partial if s.tail().prefix is not None or s.tail().refs > 1]
         kept, burdened = [], []
         for block in {id(s.tail()): s.tail() for s in copies}.values():
             holders = [s for s in copies if s.tail() is block]
             if len(holders) < self._num_users(block):
                 continue
-            if any(self._behind(block.path)):
+            if block.prefix is not None and len(holders) > 1 and self.open_fences:
+                continue  # the fence holds what the others let go of
+            if any(continues(prefix, block.prefix) for prefix in self.nodes()):
                 burdened.append(holders[-1])
             else:
                 copies.remove(holders[-1])
                 kept.append(holders[-1])
         return copies, kept, burdened
 
-    def _num_users(self, block: _Block) -> int:
-        """Sequences that hold a block, or that its content is a part of though they let it go."""
-        return sum(
-            block in s.blocks[0] or (block.path is not None and block.path in self._prefixes(s))
-            for s in self.seqs.values()
-        )
+    def _num_users(self, block: HybridBlock) -> int:
+        """Who holds a block or its content, which they may hold though they let the block go."""
+        if block.prefix is None:
+            return block.refs
+        others = [*self.pins.values(), *(item for _, item in self.fenced)]
+        held = [s.prefixes(self.block_size) for s in self.seqs.values()] + [item.prefixes for item in others]
+        return sum(block.prefix in prefixes for prefixes in held)
 
-    def _prefixes(self, seq: _Sequence) -> set[Path]:
-        full = len(seq.tokens) // self.block_size
-        return {(seq.namespace, *seq.tokens[: (i + 1) * self.block_size]) for i in range(full)}
-
-    def _nodes(self) -> set[Path]:
-        """Contents that a block or a sequence has, and all that these continue."""
-        ends = [path for by in self.by_path for path in by]
-        ends += [s.tail().path or (None,) for s in self.seqs.values() if s.length % self.block_size]
-        nodes = {end[: i + 1] for end in ends for i in range(self.block_size, len(end), self.block_size)}
-        return nodes.union(*(self._prefixes(s) for s in self.seqs.values()))
-
-    def _behind(self, path: Path | None) -> list[_Block]:
-        """Blocks whose content continues ``path``."""
-        if path is None:
-            return []
-        return [
-            b for by in self.by_path for p, b in by.items() if len(p) > len(path) and p[: len(path)] == path
-        ]
-
-    def _make_room(self, count: int) -> None:
-        while self.free < count:
-            self._evict(self.cached[0])
-
-    def _evict(self, block: _Block) -> None:
-        assert block.path is not None
-        self.cached.remove(block)
-        del self.by_path[block.group][block.path]
-        self.evicted += 1
-        self.free += 1
-
-    def _new(self, g: int) -> _Block:
-        self.free -= 1
-        return _Block(g)
-
-    def _hold(self, block: _Block) -> None:
-        if not block.refs:
-            self.cached.remove(block)
-        block.refs += 1
-
-    def _drop(self, block: _Block) -> None:
-        block.refs -= 1
-        if not block.refs and block.path is not None:
-            self.cached.append(block)
-        elif not block.refs:
-            self.free += 1
-
-    def _release(self, rows: Sequence[Sequence[_Block | None]]) -> None:
-        """Let go of blocks: the deepest first, and of one depth those of window groups first."""
-        for column in reversed(list(zip(*rows, strict=True))):
-            for block in sorted(_present(column), key=lambda b: self.groups[b.group].window is None):
-                self._drop(block)
-
-
-def _present(blocks: Iterable[_Block | None]) -> list[_Block]:
-    return [block for block in blocks if block is not None]
+    def _cut_announced(self, seq_id: Hashable, length: int | None) -> None:
+        """Forget of an announced prompt what the sequence has lost, and all of it once it is committed."""
+        if seq_id in self.announced:
+            namespace, tokens = self.announced.pop(seq_id)
+            if len(self.seqs[seq_id].tokens) < len(tokens[:length]):
+                self.announced[seq_id] = namespace, tokens[:length]

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_pool import NO_BLOCKS
 from pagedkv.content import NO_EXTRA, SequenceExtra
+from pagedkv.errors import NeverFits
 from pagedkv.hybrid.content_tree import ContentTree
-from pagedkv.hybrid.group import CacheGroup
 from pagedkv.hybrid.tails import NO_TAILS, shared_tails
 from pagedkv.page_table import NULL_BLOCK, Int32Array, Int64Array, PageTable, SeqId
 from pagedkv.prefix_index import ROOT
@@ -27,10 +28,14 @@ class Rows:
     A cut inside a full block leaves its node in place: the tail then has content that others may find.
     """
 
-    def __init__(self, tree: ContentTree, groups: Sequence[CacheGroup], tables: Sequence[PageTable]) -> None:
-        """Start with no sequence in ``tables``, one per group; they become views of the arrays here."""
+    def __init__(self, tree: ContentTree, tables: Sequence[PageTable], keeps_content: bool) -> None:
+        """Start with no sequence in ``tables``, one per group; they become views of the arrays here.
+
+        Without ``keeps_content`` nobody ever finds what a sequence has committed.
+        """
         self.tree = tree
-        self.groups = groups
+        self.groups = groups = tree.groups
+        self.keeps_content = keeps_content
         self.tables = tables
         max_seqs, width = tables[0].blocks.shape
         self.block_size = tables[0].block_size
@@ -61,12 +66,33 @@ class Rows:
         tokens = prompt[: full * self.block_size].reshape(full, self.block_size)
         return self.tree.match(tokens, extra.ids(self.tree.extra_keys, 0, full))
 
+    def match_tail(
+        self, prompt: Int32Array, extra: SequenceExtra, nodes: Int32Array, limit: int
+    ) -> tuple[Int32Array, int]:
+        """Blocks [groups] of the content behind ``nodes`` that shares the most tokens, and how many.
+
+        None, and 0, unless every group has a block of it.
+        """
+        start = len(nodes) * self.block_size
+        tokens = prompt[start : min(limit, start + self.block_size)]
+        if not len(tokens):
+            return NO_BLOCKS, 0
+        extra_id = int(extra.ids(self.tree.extra_keys, len(nodes), 1)[0])
+        node, count = self.tree.index.best_child(tokens, extra_id, int(nodes[-1]) if len(nodes) else ROOT)
+        blocks = self.tree.block_of[:, node]
+        return (blocks, count) if blocks.all() else (NO_BLOCKS, 0)
+
     def hit_blocks(self, nodes: Int32Array) -> Int32Array:
         """Blocks [groups, len(nodes)] that a sequence holds of a hit; NULL_BLOCK where it needs none."""
         blocks: Int32Array = self.tree.block_of[:, nodes]
-        for g, first in enumerate(self._first_blocks(len(nodes) * self.block_size)):
-            blocks[g, self.sink_blocks[g] : first] = NULL_BLOCK
+        blocks[~self.seen(len(nodes), len(nodes) * self.block_size)] = NULL_BLOCK
         return blocks
+
+    def seen(self, num_blocks: int, position: int) -> npt.NDArray[np.bool_]:
+        """Which of the first blocks each group needs for a query at ``position``: [groups, num_blocks]."""
+        index, first = np.arange(num_blocks), np.array(self._first_blocks(position))
+        seen: npt.NDArray[np.bool_] = (index >= first[:, None]) | (index < self.sink_blocks[:, None])
+        return seen
 
     def held_blocks(self, committed: Int64Array, num_tokens: Int64Array) -> Int64Array:
         """Blocks of all groups that sequences of so many tokens hold when so many of them are committed."""
@@ -76,37 +102,86 @@ class Rows:
             held += total - np.maximum(group.first_block(at, self.block_size) - sinks, 0)
         return held
 
+    def needed(self, hit: Int32Array, committed: Int64Array, num_tokens: Int64Array) -> Int64Array:
+        """Available blocks that a sequence with the blocks ``hit`` takes at such points of its life.
+
+        As ``held_blocks``, less those of the hit that somebody else holds now.
+        Cost: O(groups x (hit + points)).
+        """
+        needed, length = self.held_blocks(committed, num_tokens), hit.shape[1]
+        in_use: Int64Array = np.zeros((len(self.groups), length + 1), np.int64)
+        np.cumsum((hit != NULL_BLOCK) & (self.tree.pool.ref_count[hit] > 0), axis=1, out=in_use[:, 1:])
+        at = committed // self.block_size * self.block_size
+        for group, sinks, counts in zip(self.groups, self.sink_blocks.tolist(), in_use, strict=True):
+            last_sink = min(sinks, length)
+            first = np.clip(group.first_block(at, self.block_size), last_sink, length)
+            needed = needed - counts[last_sink] - (counts[length] - counts[first])
+        return needed
+
+    def require_fits(self, committed: Int64Array, num_tokens: Int64Array) -> None:
+        """Refuse what a sequence could not hold if it were alone, with so many of its tokens committed."""
+        have, longest = self.tree.pool.num_blocks, int(num_tokens.max(initial=0))
+        if div_ceil(longest, self.block_size) * len(self.groups) <= have:
+            return
+        need = self.held_blocks(committed, num_tokens)
+        most = int(need.argmax())
+        if need[most] > have:
+            raise NeverFits(
+                f"{num_tokens[most]} tokens, {committed[most]} of them computed before, can never fit: "
+                f"all groups together need {need[most]} of {have} blocks"
+            )
+
     # -- changing
 
     def add(
-        self, seq_id: SeqId, extra: SequenceExtra, nodes: Int32Array, hit: Int32Array, num_tokens: int
-    ) -> None:
-        """Open a sequence that holds the blocks ``hit`` [groups, n] of ``nodes`` and new ones behind."""
+        self,
+        seq_id: SeqId,
+        extra: SequenceExtra,
+        nodes: Int32Array,
+        hit: Int32Array,
+        num_tokens: int,
+        tail: tuple[Int32Array, Int32Array] = (NO_BLOCKS, NO_BLOCKS),
+    ) -> int:
+        """Open a sequence that holds the blocks ``hit`` [groups, n] of ``nodes`` and new ones behind.
+
+        The first of those become copies of the blocks ``tail[0]`` [groups], if there are any, and the tokens
+        ``tail[1]`` at their start are committed, too. Returns the row.
+        """
         at, total = len(nodes), div_ceil(num_tokens, self.block_size)
-        row = self._new_row(seq_id)
+        source, tokens = tail
+        row = self.new_row(seq_id)
         try:
-            self._set_extra(row, extra)
-            new = self.tree.acquire(len(self.groups) * (total - at), hit[hit != NULL_BLOCK], nodes)
+            self.set_extra(row, extra)
+            new = self._give(
+                self.tree.acquire(
+                    len(self.groups) * (total - at), hit[hit != NULL_BLOCK], nodes, spared=source
+                )
+            )
         except BaseException:
-            self._forget_row(seq_id, row)
+            self.forget_row(seq_id, row)
             raise
-        committed = at * self.block_size
         self.nodes[row, :at] = nodes
         self.blocks[:, row, :at] = hit
-        self.blocks[:, row, at:total] = self._give(new)
-        self.seq_len[row], self.committed[row] = num_tokens, committed
-        self.start[:, row] = self._first_blocks(committed)
+        self.blocks[:, row, at:total] = new
+        self.seq_len[row], self.committed[row] = num_tokens, at * self.block_size + len(tokens)
+        self.start[:, row] = self._first_blocks(at * self.block_size)
+        if len(source):
+            self.tail_tokens[row, : len(tokens)] = tokens
+            self._note_copies(source, new[:, 0])
+        if len(nodes):
+            self.tree.policy.hit(self.tree.by_node(hit)[::-1])
+        return row
 
     def copy(self, row: int, seq_id: SeqId) -> None:
         """Open a sequence that shares everything of ``row``."""
         total = self.tables[0].num_blocks(row)
         blocks, nodes = self.blocks[:, row, :total], self.nodes[row, :total]
-        child = self._new_row(seq_id)
+        child = self.new_row(seq_id)
         try:
-            self._set_extra(child, self.extra(row))
+            self.set_extra(child, self.extra(row))
             self.tree.acquire(0, blocks[blocks != NULL_BLOCK], nodes[nodes != ROOT])
         except BaseException:
-            self._forget_row(seq_id, child)
+            self.forget_row(seq_id, child)
             raise
         self.blocks[:, child, :total], self.nodes[child, :total] = blocks, nodes
         for array in (self.seq_len, self.committed, self.tail_tokens):
@@ -118,7 +193,7 @@ class Rows:
         """Give up a sequence."""
         row = self.tables[0].row(seq_id)
         self._release(row, 0)
-        self._forget_row(seq_id, row)
+        self.forget_row(seq_id, row)
 
     def first_lost(self, row: int, num_tokens: int) -> int | None:
         """A block that position ``num_tokens`` sees and that has fallen out of a window; None without any."""
@@ -137,7 +212,7 @@ class Rows:
         self.committed[row] = min(int(self.committed[row]), num_tokens)
         self.start[:, row] = np.minimum(self.start[:, row], keep)
         self.maybe_shared.add(row)
-        self._set_extra(row, extra)
+        self.set_extra(row, extra)
 
     def extend(self, rows: Int64Array, num_tokens: int) -> bool:
         """Make room for ``num_tokens`` more in each row, or in none."""
@@ -151,9 +226,10 @@ class Rows:
         total = int(grow.sum()) + len(tails.copied)
         if (total - len(tails.burdened)) * width <= available < total * width:
             # Cached content that builds on our own tails alone must not keep us from growing for ever.
-            burdened = self.nodes[rows[tails.burdened], have[tails.burdened] - 1]
-            doomed, tails = self.tree.behind(burdened), tails.unburdened()
-            total = int(grow.sum()) + len(tails.copied)
+            behind = self.tree.idle_behind(self.nodes[rows[tails.burdened], have[tails.burdened] - 1])
+            if behind is not None:
+                doomed, tails = behind, tails.unburdened()
+                total = int(grow.sum()) + len(tails.copied)
         if total * width > available:
             return False
         if total or len(doomed):
@@ -168,22 +244,27 @@ class Rows:
         self.seq_len[rows] += num_tokens
         return True
 
-    def commit(self, row: int, tokens: Int32Array, extra: SequenceExtra, keep_content: bool) -> None:
+    def commit(self, row: int, tokens: Int32Array, extra: SequenceExtra) -> None:
         """Store committed tokens, share the blocks that they fill, and let go of what no later one sees."""
         start = int(self.committed[row])
         first, offset = divmod(start, self.block_size)
         content = np.concatenate([self.tail_tokens[row, :offset], tokens])
         full = len(content) // self.block_size
         rest = content[full * self.block_size :]
+        before = self.extra(row)
+        self.set_extra(row, extra)
+        if full and self.keeps_content:
+            try:
+                self._share(row, first, content[: full * self.block_size].reshape(full, self.block_size))
+            except BaseException:
+                self.set_extra(row, before)
+                raise
         self.tail_tokens[row, : len(rest)] = rest
-        self._set_extra(row, extra)
-        if full and keep_content:
-            self._share(row, first, content[: full * self.block_size].reshape(full, self.block_size))
         self.committed[row] = start + len(tokens)
         if full:
             self._slide(row, (first + full) * self.block_size)
 
-    def commit_one(self, rows: Int64Array, tokens: Int32Array, keep_content: bool) -> None:
+    def commit_one(self, rows: Int64Array, tokens: Int32Array) -> None:
         """``commit`` one token of each row."""
         offset = self.committed[rows] % self.block_size
         full = offset == self.block_size - 1
@@ -192,21 +273,22 @@ class Rows:
         self.committed[growing] += 1
         for i in np.flatnonzero(full):
             row = int(rows[i])
-            self.commit(row, tokens[i : i + 1], self.extra(row), keep_content)
+            self.commit(row, tokens[i : i + 1], self.extra(row))
 
     # -- inner steps
 
-    def _new_row(self, seq_id: SeqId) -> int:
+    def new_row(self, seq_id: SeqId) -> int:
         """All tables add and remove together, so that a sequence has the same row in each."""
         rows = [table.add(seq_id) for table in self.tables]
         return rows[0]
 
-    def _forget_row(self, seq_id: SeqId, row: int) -> None:
+    def forget_row(self, seq_id: SeqId, row: int) -> None:
+        """Take a row that holds nothing out of all tables."""
         for table in self.tables:
             table.remove(seq_id)
         self.start[:, row] = 0
         self.maybe_shared.discard(row)
-        self._set_extra(row, NO_EXTRA)
+        self.set_extra(row, NO_EXTRA)
 
     def _first_blocks(self, position: int) -> list[int]:
         """Of each group, the first block that a query at ``position`` sees besides sinks."""
@@ -222,10 +304,10 @@ class Rows:
         """Give up all blocks from ``first`` on."""
         last = self.tables[0].num_blocks(row)
         blocks, nodes = self.tree.by_node(self.blocks[:, row, first:last]), self.nodes[row, first:last][::-1]
-        nodes = nodes[nodes != ROOT]
+        ids = np.concatenate([blocks, -nodes[nodes != ROOT]])
         self.blocks[:, row, first:last] = NULL_BLOCK
         self.nodes[row, first:last] = ROOT
-        self.tree.release(blocks, nodes)
+        self.tree.release(ids)
 
     def _share(self, row: int, first: int, content: Int32Array) -> None:
         """Make the row's blocks from ``first`` on, full of ``content``, findable, or hold equal ones."""
@@ -234,10 +316,14 @@ class Rows:
         extra = self.extra(row).ids(self.tree.extra_keys, first, len(content))
         nodes = self.tree.grow(parent, content, extra)
         own = self.blocks[:, row, first:last]
-        held = self.tree.adopt(own, nodes)
-        spare = own[held != own]
+        try:
+            held = self.tree.adopt(own, nodes)
+        except BaseException:
+            self.tree.release(-nodes[::-1])
+            raise
         self.nodes[row, first:last] = nodes
-        if len(spare):
+        if held is not own:
+            spare = own[held != own]
             self.blocks[:, row, first:last] = held
             self.tree.release(spare)
 
@@ -261,13 +347,18 @@ class Rows:
         """Let the blocks ``new`` [groups, n] take the place of tails that others can see."""
         old, nodes = self.blocks[:, rows, columns], self.nodes[rows, columns]
         self.blocks[:, rows, columns], self.nodes[rows, columns] = new, ROOT
-        self.tree.copies.note(old.reshape(-1), new.reshape(-1))
-        self.tree.num_copied += new.size
+        self._note_copies(old, new)
         for i in range(len(rows)):
             content = nodes[i : i + 1]
-            self.tree.release(self.tree.by_node(old[:, i : i + 1]), content[content != ROOT])
+            self.tree.release(
+                np.concatenate([self.tree.by_node(old[:, i : i + 1]), -content[content != ROOT]])
+            )
 
-    def _set_extra(self, row: int, extra: SequenceExtra) -> None:
+    def _note_copies(self, old: Int32Array, new: Int32Array) -> None:
+        self.tree.copies.note(old.reshape(-1), new.reshape(-1))
+        self.tree.num_copied += new.size
+
+    def set_extra(self, row: int, extra: SequenceExtra) -> None:
         """Let the row use the keys of ``extra`` in place of those that it used."""
         old = self._extra.get(row, NO_EXTRA)
         if extra is old:

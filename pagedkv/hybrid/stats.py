@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.block_pool import ACTIVE, CACHED
+from pagedkv.histogram import ResidencyHistograms
 from pagedkv.hybrid.group import CacheGroup
 
 
@@ -25,7 +26,10 @@ class HybridStats:
     ``free_blocks + cached_blocks + active_blocks == num_blocks``, and the blocks of all ``groups`` add up to
     the cached and the active ones. ``num_nodes`` contents of one block are known, whichever groups have
     them. Counters since the manager was made: ``num_opened`` sequences asked for ``queried_tokens``
-    prompt tokens, of which ``hit_tokens`` were cached; ``fallen_blocks`` fell out of a window.
+    prompt tokens, of which ``hit_tokens`` were cached, and ``queried_blocks`` full blocks of one group, of
+    which ``hit_blocks`` were; ``fallen_blocks`` fell out of a window.
+    ``fenced_blocks`` are held by nothing but a fence, ``pinned_blocks`` have a pin. ``residency``, if the
+    policy is a `Residency`: how long content stays, waits and rests.
     """
 
     num_blocks: int
@@ -33,15 +37,20 @@ class HybridStats:
     free_blocks: int
     cached_blocks: int
     active_blocks: int
+    fenced_blocks: int
+    pinned_blocks: int
     groups: dict[str, GroupBlocks]
     num_nodes: int
     num_seqs: int
     num_opened: int
     queried_tokens: int
     hit_tokens: int
+    queried_blocks: int
+    hit_blocks: int
     fallen_blocks: int
     evicted_blocks: int
     copied_blocks: int
+    residency: ResidencyHistograms | None = None
 
     @property
     def token_hit_rate(self) -> float:

@@ -34,7 +34,8 @@ def shared_tails(tree: ContentTree, table: PageTable, nodes: Int32Array, rows: I
 
     No window ever leaves the tail behind and whoever shares it shares it in every group, so one group's
     ``table`` tells for all of them. ``nodes`` [max_seqs, max_blocks_per_seq] are the contents of the rows.
-    If all holders of a tail grow in this batch and nothing cached builds on it, the last of them keeps it.
+    If all holders of a tail grow in this batch and nothing cached builds on it, the last of them keeps it;
+    not so if several hold a content while a fence is open.
     Changes nothing. Cost: O(rows), vectorised, plus O(1) for each such tail.
     """
     lens = table.seq_len[rows]
@@ -47,7 +48,8 @@ def shared_tails(tree: ContentTree, table: PageTable, nodes: Int32Array, rows: I
     keeper = copied[len(copied) - 1 - last]
     content = contents[keeper]
     references = np.where(content != ROOT, tree.nodes.ref_count[content], tree.pool.ref_count[unique])
-    sole = references == holders
+    # a fence takes over what the others let go of, so that then nobody is the last to hold the content
+    sole = (references == holders) & ((content == ROOT) | (holders == 1) | (not tree.fences))
     leaf = (content == ROOT) | (tree.children[content] == 0)
     return SharedTails(
         copied=np.delete(copied, len(copied) - 1 - last[sole & leaf]),

@@ -15,6 +15,7 @@ from pagedkv.namespace import Media, Namespace
 from pagedkv.opened import Lookup, Opened
 from pagedkv.policies import POLICIES
 from pagedkv.reference_blocks import Content, ModelEvent, Path
+from pagedkv.reference_dropping import drop_blocks
 from pagedkv.reference_manager import ReferenceManager
 from pagedkv.reference_policies import ReferencePolicy
 from pagedkv.testing.shadows import ShadowIndex
@@ -94,6 +95,7 @@ class CheckedManager:
         self.follower = ShadowIndex()
         self.fences = _CheckedFences(self)
         self.retention = _CheckedRetention(self)
+        self.context = _CheckedContext(self)
         self.maintenance = _CheckedMaintenance(self)
         self.taken: list[Event] = []
         """Events so far; empty it when you have read them."""
@@ -165,11 +167,10 @@ class CheckedManager:
     ) -> None:
         """As the manager's."""
         self.call("commit_step", seq_ids, tokens, num_accepted)
-        rows = np.asarray(tokens, np.int64).tolist()
         if num_accepted is None:
-            self.model.commit_step(seq_ids, rows)
+            self.model.commit_step(seq_ids, _ints(tokens))
         else:
-            self.model.accept(seq_ids, rows, num_accepted)
+            self.model.accept(seq_ids, list(map(_ints, tokens)), num_accepted)
         self.compare()
 
     def fork(self, seq_id: Hashable, child_id: Hashable) -> bool:
@@ -284,6 +285,19 @@ class _CheckedRetention:
         count: int = self._checked.call("retention.set_priority", seq_id, priority, start=start, stop=stop)
         last = self._checked.manager.tables.num_committed(seq_id) if stop is None else stop
         self._checked._same(count, self._checked.model.retain(seq_id, start, last, priority), "set_priority")
+        return count
+
+
+class _CheckedContext:
+    """As ``manager.context``."""
+
+    def __init__(self, checked: CheckedManager) -> None:
+        self._checked = checked
+
+    def drop_blocks(self, seq_id: Hashable, columns: Any) -> int:
+        count: int = self._checked.call("context.drop_blocks", seq_id, columns)
+        ids = np.asarray(columns, np.int64).tolist()
+        self._checked._same(count, drop_blocks(self._checked.model, seq_id, ids), "drop_blocks")
         return count
 
 

@@ -10,14 +10,11 @@ from typing import Any
 _ROW, _ROWS = "pagedkv.page_table:PageTable.row", "pagedkv.page_table:PageTable.rows"
 _TOKENS = "pagedkv.manager:as_token_array"
 _MATCH = "pagedkv.prefix_index:PrefixIndex.match"
-_TAKE = (
-    "pagedkv.policies.lru:LRU.first",
-    "pagedkv.block_pool:BlockPool.acquire",
-    "pagedkv.block_cache:BlockCache.acquire",
-)
+_TAKE = ("pagedkv.block_cache:BlockCache.acquire",)
 _GROW = (
     _ROWS,
-    "pagedkv.block_cache:BlockCache.is_shared",
+    "pagedkv.sequences:plan_growth",
+    "pagedkv.sequences:shared_tails",
     "pagedkv.prefix_index:PrefixIndex.is_leaf",
     *_TAKE,
 )
@@ -27,7 +24,7 @@ _ADD = (
     "pagedkv.namespace:ExtraKeys.exchange",
     "pagedkv.namespace:ExtraKeys.take",
 )
-_GIVE_UP = ("pagedkv.block_pool:BlockPool.release",)
+_GIVE_UP = ("pagedkv.block_cache:BlockCache.cut_row",)
 
 FAILURE_POINTS: dict[str, tuple[str, ...]] = {
     "lookup": ("pagedkv.content:SequenceExtra.build", _MATCH),
@@ -48,8 +45,8 @@ FAILURE_POINTS: dict[str, tuple[str, ...]] = {
         "pagedkv.copies:PendingCopies.require_done",
     ),
     "commit_step": (_ROWS, _TOKENS, "pagedkv.copies:PendingCopies.require_done"),
-    "fork": ("pagedkv.page_table:PageTable.block_ids", *_ADD, *_TAKE[1:]),
-    "truncate": ("pagedkv.page_table:PageTable.num_blocks", *_GIVE_UP),
+    "fork": ("pagedkv.page_table:PageTable.held", *_ADD, *_TAKE),
+    "truncate": ("pagedkv.block_cache:BlockCache.is_shared", *_GIVE_UP),
     "close": (_ROW, *_GIVE_UP),
     "retention.pin": (_ROW, "pagedkv.block_pool:BlockPool.acquire"),
     "retention.set_priority": (_ROW,),
@@ -60,17 +57,17 @@ FAILURE_POINTS: dict[str, tuple[str, ...]] = {
 class FailureInjector:
     """Makes one call of the functions that it is given raise; counts the calls otherwise.
 
-    A function is named "module:name" or "module:Class.name", like "pagedkv.block_pool:BlockPool.acquire"
+    A function is named "module:name" or "module:Class.name", like "pagedkv.block_cache:BlockCache.acquire"
     (see ``FAILURE_POINTS``), or "numpy:concatenate" for an allocation: of what is not pagedkv's, only
     calls by pagedkv count. It raises once, so that what takes a change back may call the same function.
 
     >>> from pagedkv import KVCacheManager
     >>> manager = KVCacheManager(4, block_size=2)
-    >>> injector = FailureInjector("pagedkv.block_pool:BlockPool.acquire")
+    >>> injector = FailureInjector("pagedkv.block_cache:BlockCache.acquire")
     >>> with injector.failing(at=1):
     ...     manager.open("a", [1, 2, 3])
     Traceback (most recent call last):
-    MemoryError: injected into BlockPool.acquire
+    MemoryError: injected into BlockCache.acquire
     >>> manager.counts
     BlockCounts(free=4, cached=0, active=0)
     >>> with injector.counting():

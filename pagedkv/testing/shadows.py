@@ -1,12 +1,13 @@
 """Shadows: what slots hold and what is findable, learnt from the outside alone."""
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from pagedkv.copies import BlockCopies, PendingCopies
-from pagedkv.events import BlocksCleared, BlocksStored, Event
+from pagedkv.events import DEVICE, BlocksCleared, BlocksRemoved, BlocksStored, Event
 from pagedkv.page_table import PageTable
 
 
@@ -66,7 +67,8 @@ class ShadowIndex:
 
     Raises ``AssertionError`` on a gap in the numbers, on a block behind an unknown parent, on one stored
     twice or removed without being there, and on a parent that goes before its child. ``digests`` are those
-    of all blocks that can be hit now.
+    of all blocks that can be hit on the device now, ``others[tier]`` those of another tier, where any block
+    may come and go by itself.
 
     >>> from pagedkv import KVCacheManager
     >>> manager, follower = KVCacheManager(4, block_size=2), ShadowIndex()
@@ -82,6 +84,7 @@ class ShadowIndex:
         """Start like a manager: empty, expecting event 0."""
         self.next_number = 0
         self.digests: set[bytes] = set()
+        self.others: defaultdict[str, set[bytes]] = defaultdict(set)
         self._parents: dict[bytes, bytes | None] = {}
         self._num_children: dict[bytes, int] = {}
 
@@ -90,8 +93,10 @@ class ShadowIndex:
         assert event.number == self.next_number, f"event {event.number}, expected {self.next_number}"
         self.next_number += 1
         if isinstance(event, BlocksCleared):
-            for known in (self.digests, self._parents, self._num_children):
+            for known in (self.digests, self.others, self._parents, self._num_children):
                 known.clear()
+        elif event.tier != DEVICE:
+            self._apply_elsewhere(event, self.others[event.tier])
         elif isinstance(event, BlocksStored):
             parent = event.parent
             for digest in event.digests:
@@ -100,6 +105,13 @@ class ShadowIndex:
         else:
             for digest in event.digests:
                 self._remove(digest)
+
+    @staticmethod
+    def _apply_elsewhere(event: BlocksStored | BlocksRemoved, known: set[bytes]) -> None:
+        for digest in event.digests:
+            is_stored = isinstance(event, BlocksStored)
+            assert (digest in known) != is_stored, f"stored twice, or removed without being in {event.tier}"
+            (known.add if is_stored else known.remove)(digest)
 
     def _store(self, digest: bytes, parent: bytes | None) -> None:
         assert parent is None or parent in self.digests, "stored behind an unknown parent"

@@ -53,7 +53,7 @@ def _show(document: Mapping[str, Any]) -> None:
         f"Figures, and their ratio to {titles[0]}",
         ("figure", *titles),
         [_row(row) for row in document["figures"]],
-        ["times are modelled; blocks, bytes and hits were counted by the cache manager"],
+        document["kinds"],
     )
 
 

@@ -8,8 +8,10 @@ from typing import Any
 from pagedkv.errors import PagedKVError
 from pagedkv.sim.commands.options import at_least, names_of, not_negative, share_or_0, size
 from pagedkv.sim.engine.disaggregation import TransferSettings
+from pagedkv.sim.engine.disk_tier import DiskTierSettings
 from pagedkv.sim.engine.engine_config import EngineConfig
 from pagedkv.sim.engine.host_tier import HostTierSettings
+from pagedkv.sim.engine.kv_budget import RULES, KVBudget
 from pagedkv.sim.engine.link import LinkSpeed
 from pagedkv.sim.engine.speculation import Speculation
 from pagedkv.sim.engine.swapping import SwapSettings
@@ -23,6 +25,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the groups of options; nothing is on unless it is stated."""
     _add_scheduling(parser.add_argument_group("scheduling"))
     _add_preemption(parser.add_argument_group("preemption, host memory (times of copies are modelled)"))
+    _add_disk(parser.add_argument_group("a disk under the host cache (times are modelled)"))
+    _add_budget(parser.add_argument_group("token-level eviction (which blocks go is modelled)"))
     _add_speculation(parser.add_argument_group("speculative decoding (times are modelled)"))
     _add_gpus(parser.add_argument_group("several GPUs (times of links are modelled)"))
 
@@ -41,7 +45,7 @@ def _add_scheduling(group: argparse._ArgumentGroup) -> None:
         group,
         "--hybrid",
         "give back the blocks of sliding-window layers outside the window: groups of layers share one pool, "
-        "without watermark, least recently used first",
+        "without watermark",
     )
 
 
@@ -58,6 +62,42 @@ def _add_preemption(group: argparse._ArgumentGroup) -> None:
         help="memory for prefixes: blocks are written to it when computed",
     )
     _add_link(group, "host", "between GPU and host, both directions and both uses together")
+
+
+def _add_disk(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--disk-cache", type=size, help="disk for prefixes that leave the host cache; a hit brings them back"
+    )
+    for what in ("read", "write"):
+        group.add_argument(
+            f"--disk-{what}-bandwidth",
+            metavar="SIZE",
+            type=size,
+            help=f"bytes per second of a {what}; one read or write at a time",
+        )
+    group.add_argument(
+        "--disk-latency-us",
+        metavar="US",
+        type=not_negative,
+        help="microseconds of each read or write (default 0)",
+    )
+
+
+def _add_budget(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--kv-budget",
+        metavar="TOKENS",
+        type=at_least(1),
+        help="context that a decoding sequence keeps, in whole blocks: others go from the middle; prompts "
+        "are computed whole",
+    )
+    group.add_argument(
+        "--kv-keep",
+        choices=RULES,
+        help="what stays: the first block and the newest, or the first, the newer half and the heaviest by "
+        f"random weights, since a replay has no attention (default {RULES[0]})",
+    )
+    group.add_argument("--kv-seed", type=at_least(0), help="seed of the weights (default 0)")
 
 
 def _add_speculation(group: argparse._ArgumentGroup) -> None:
@@ -114,6 +154,8 @@ def engine_config(args: argparse.Namespace, bytes_per_block: int) -> EngineConfi
         swap=_swap(args, bytes_per_block),
         speculation=_speculation(args),
         host_tier=_host_tier(args, bytes_per_block),
+        disk_tier=_disk_tier(args, bytes_per_block),
+        kv_budget=_kv_budget(args),
         **{name: value for name, value in stated.items() if value is not None},
     )
 
@@ -137,8 +179,7 @@ def transfer(args: argparse.Namespace, bytes_per_block: int) -> TransferSettings
 def check_hybrid(args: argparse.Namespace) -> None:
     """Refuse with ``--hybrid`` what its manager does not have."""
     if args.hybrid:
-        alone = ("policy", "watermark", "coalesce", "partial_hits", "preemption", "host_cache")
-        _refuse(args, (*alone, "disaggregate"), "does not go with --hybrid")
+        _refuse(args, ("watermark", "host_cache", "disaggregate", "kv_budget"), "does not go with --hybrid")
 
 
 def _swap(args: argparse.Namespace, bytes_per_block: int) -> SwapSettings | None:
@@ -161,6 +202,30 @@ def _host_tier(args: argparse.Namespace, bytes_per_block: int) -> HostTierSettin
         raise PagedKVError("--host-cache keeps prefixes: leave out --no-prefix-caching")
     blocks = _blocks(args, "host_cache", bytes_per_block)
     return HostTierSettings(blocks, bytes_per_block, _link(args, "host", "--host-cache"))
+
+
+def _disk_tier(args: argparse.Namespace, bytes_per_block: int) -> DiskTierSettings | None:
+    speeds = "disk_read_bandwidth", "disk_write_bandwidth"
+    if args.disk_cache is None:
+        _refuse(args, (*speeds, "disk_latency_us"), "needs --disk-cache")
+        return None
+    if args.host_cache is None:
+        raise PagedKVError("--disk-cache keeps what leaves the host: it needs --host-cache")
+    for name in speeds:
+        if getattr(args, name) is None:
+            raise PagedKVError(f"--disk-cache needs {names_of([name])}")
+    latency_s = (args.disk_latency_us or 0.0) * 1e-6
+    read, write = (LinkSpeed(getattr(args, name), latency_s) for name in speeds)
+    return DiskTierSettings(_blocks(args, "disk_cache", bytes_per_block), bytes_per_block, read, write)
+
+
+def _kv_budget(args: argparse.Namespace) -> KVBudget | None:
+    if args.kv_budget is None:
+        _refuse(args, ("kv_keep", "kv_seed"), "needs --kv-budget")
+        return None
+    if (args.preemption or "recompute") != "recompute":
+        raise PagedKVError("--kv-budget does not go with swapping: leave out --preemption")
+    return KVBudget(args.kv_budget, args.kv_keep or RULES[0], args.kv_seed or 0)
 
 
 def _blocks(args: argparse.Namespace, name: str, bytes_per_block: int) -> int:

@@ -9,16 +9,18 @@ from typing import Any, Final
 
 from pagedkv import __version__
 from pagedkv.errors import PagedKVError
+from pagedkv.sim.books import require_books_fit
 from pagedkv.sim.commands import replay_command
 from pagedkv.sim.commands.options import add_json_option, at_least, not_negative, positive
 from pagedkv.sim.commands.reading_options import add_reading_options
+from pagedkv.sim.commands.trace_source import BUILT_IN
 from pagedkv.sim.console import progress, show_table
 from pagedkv.sim.fleet.fleet import run_fleet
 from pagedkv.sim.fleet.fleet_summary import BALANCE_FORMULA, FleetSummary, fleet_document, summarize_fleet
 from pagedkv.sim.fleet.router import COST_FORMULA, DEFAULT_LOAD_WEIGHT, ROUTERS
 from pagedkv.sim.output.metrics import FORMULAS
 from pagedkv.sim.output.outputs import check_outputs, text_writer, write_outputs
-from pagedkv.sim.output.report import HIT_RATE_FORMULAS, milliseconds
+from pagedkv.sim.output.report import HIT_RATE_FORMULAS, milliseconds, times_are
 from pagedkv.sim.output.result_file import result_text
 from pagedkv.sim.replay import ReplaySetup
 from pagedkv.sim.sweep.sweep_options import add_axes, parse_axes, setup_of
@@ -40,8 +42,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "trace",
         nargs="?",
-        default=replay_command.BUILT_IN,
-        help=f"trace of any known format, or {replay_command.BUILT_IN} (built in, default)",
+        default=BUILT_IN,
+        help=f"trace of any known format, or {BUILT_IN} (built in, default)",
     )
     parser.add_argument("--limit", type=at_least(1, most=10_000_000), help="first N requests only")
     parser.add_argument("--speed", type=positive, help="arrivals this many times as fast (default 1)")
@@ -81,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
             raise PagedKVError(f"--router states {name} twice")
     quiet = check_outputs(args.trace, json=args.json)
     setup = setup_of(parse_axes(args.axes))
-    trace = replay_command._read_trace(args)
+    require_books_fit(setup.num_blocks, setup.model.spec.block_size, args.replicas)
+    trace = replay_command.read_replayed(args)
     with progress("replaying", len(trace) * len(args.router)) as update:
         summaries = {
             name: _served(args, trace, setup, name, partial(_onward, update, i * len(trace)))
@@ -123,7 +126,7 @@ def _document(
     return {
         "schema": SCHEMA,
         "pagedkv_version": __version__,
-        "kind": "times are modelled; hits were counted by the cache managers",
+        "kind": f"{times_are(setup.step_time.attention_time)}; hits were counted by the cache managers",
         "inputs": {
             "trace": trace.name,
             "requests": len(trace),
@@ -139,6 +142,7 @@ def _document(
             "block_size": setup.model.spec.block_size,
             "num_blocks_per_replica": setup.num_blocks,
             "options": args.axes,
+            "trace_notes": list(trace.notes),
         },
         "formulas": FORMULAS | HIT_RATE_FORMULAS | {"imbalance": BALANCE_FORMULA, "cost": COST_FORMULA},
         "routers": {name: fleet_document(summary) for name, summary in summaries.items()},
@@ -153,7 +157,8 @@ def _show(trace: Trace, setup: ReplaySetup, summaries: dict[str, FleetSummary]) 
         ("router", *summaries),
         [(name, *(text(summary) for summary in summaries.values())) for name, text in _ROWS.items()],
         [f"{name.upper()} = {formula}" for name, formula in FORMULAS.items()]
-        + [f"imbalance = {BALANCE_FORMULA}", f"cost of a replica, for the routers = {COST_FORMULA}"],
+        + [f"imbalance = {BALANCE_FORMULA}", f"cost of a replica, for the routers = {COST_FORMULA}"]
+        + list(trace.notes),
     )
     for name, summary in summaries.items():
         show_table(

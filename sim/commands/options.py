@@ -117,7 +117,9 @@ def add_model_options(parser: argparse.ArgumentParser, *, memory: bool = True, c
     group.add_argument("--gpu", help=_help("name (see `pagedkv gpus`)", "gpu"))
     group.add_argument("--hardware", metavar="FILE", help="a file of `pagedkv calibrate` in place of --gpu")
     if memory:
-        group.add_argument("--block-size", type=at_least(1), help=_help("tokens per block", "block_size"))
+        group.add_argument(
+            "--block-size", type=at_least(1, most=1 << 20), help=_help("tokens per block", "block_size")
+        )
         group.add_argument("--gpu-memory", type=size, help="memory, such as 24GiB (default: the GPU's)")
         group.add_argument(
             "--memory-utilization",

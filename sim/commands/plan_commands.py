@@ -24,7 +24,7 @@ from pagedkv.sim.commands.options import (
 from pagedkv.sim.commands.step_time_options import add_step_time_options, read_step_time
 from pagedkv.sim.console import human_bytes, show_table
 from pagedkv.sim.output.outputs import check_outputs, text_writer, write_outputs
-from pagedkv.sim.output.report import to_json
+from pagedkv.sim.output.report import kind_of_times, to_json
 from pagedkv.sim.timing.gpus import GPU, gpu_names, load_gpu
 from pagedkv.sim.timing.models import Model, load_model, model_names, model_source
 from pagedkv.sim.timing.roofline import Roofline, origin_of
@@ -140,16 +140,16 @@ def run_itl(args: argparse.Namespace) -> int:
         "batch": args.batch,
         "weight_bytes": step.weight_bytes(args.batch),
     }
-    kind = "modelled" if args.measure_attention is None else "modelled, attention measured"
+    kind = kind_of_times(step.attention_time)
     document = {"schema": "pagedkv.itl/1", "kind": kind, "inputs": inputs, "rows": rows}
     if not quiet:
-        _show_itl(f"batch {args.batch}, {model.spec.dtype} K and V of {model.name}: {rates}", rows)
+        _show_itl(f"batch {args.batch}, {model.spec.dtype} K and V of {model.name}: {rates}", rows, kind)
     if args.json is not None:
         write_outputs((args.json, text_writer(to_json(document))))
     return 0
 
 
-def _show_itl(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def _show_itl(title: str, rows: Sequence[Mapping[str, Any]], kind: str) -> None:
     show_table(
         f"Decode step, {title}",
         ("context", "ITL [ms]", "tokens/s", "KV bytes read", "KV adds [ms]"),
@@ -163,7 +163,7 @@ def _show_itl(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
             )
             for row in rows
         ],
-        [f"modelled: ITL = {STEP_FORMULA}"],
+        [f"{kind}: ITL = {STEP_FORMULA}"],
     )
 
 

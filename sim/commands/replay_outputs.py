@@ -15,7 +15,7 @@ from pagedkv.sim.output.html_report import report_html
 from pagedkv.sim.output.latencies import latencies_of, requests_csv
 from pagedkv.sim.output.outputs import STANDARD_OUTPUT, Writer, check_outputs, text_writer, write_outputs
 from pagedkv.sim.output.plot import plot_replay, require_plottable
-from pagedkv.sim.output.report import replay_document
+from pagedkv.sim.output.report import kind_of_times, replay_document
 from pagedkv.sim.output.result_file import result_text
 from pagedkv.sim.output.series import series_of
 from pagedkv.sim.output.slo import GOODPUT_FORMULA, Goodput, check_slos, goodput, slo
@@ -77,7 +77,7 @@ def write(args: argparse.Namespace, result: ReplayResult, given: Mapping[str, An
         makespan_s = result.summary.makespan_s
         found = goodput(latencies_of(result.trace, result.records), args.slo, makespan_s)
         if not quiet:
-            show_goodput(found)
+            show_goodput(found, kind_of_times(result.setup.step_time.attention_time))
     report = ""
     outputs: list[tuple[str, Writer]] = []
     if args.json is not None or args.html is not None:
@@ -108,8 +108,8 @@ def full_document(
     return document
 
 
-def show_goodput(found: Goodput) -> None:
-    """Print a row per limit, and one for all."""
+def show_goodput(found: Goodput, kind: str) -> None:
+    """Print a row per limit, and one for all; ``kind`` says what the latencies are."""
     requests = len(found.worst)
     rows = [
         (f"{limit.latency.upper()} at most {limit.seconds:g} s", found.met_alone[limit.latency])
@@ -118,7 +118,7 @@ def show_goodput(found: Goodput) -> None:
     rows.append(("all limits", found.requests_met))
     show_table(
         f"Goodput: {found.requests_per_s:,.3g} requests/s",
-        ("limit, of modelled latencies", "requests", "share"),
+        (f"limit, latencies {kind}", "requests", "share"),
         [(name, f"{met:,}", f"{met / requests:.2%}") for name, met in rows],
         [f"goodput = {GOODPUT_FORMULA}"],
     )

@@ -11,6 +11,7 @@ from pagedkv.errors import PagedKVError
 from pagedkv.sim.commands import replay_command
 from pagedkv.sim.commands.options import at_least, names_of
 from pagedkv.sim.commands.reading_options import add_reading_options
+from pagedkv.sim.commands.trace_source import BUILT_IN
 from pagedkv.sim.console import progress, show_table
 from pagedkv.sim.output.outputs import STANDARD_OUTPUT, Writer, check_outputs, write_outputs
 from pagedkv.sim.output.plot import require_plottable
@@ -48,8 +49,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "trace",
         nargs="?",
-        default=replay_command.BUILT_IN,
-        help=f"trace of any known format, or {replay_command.BUILT_IN} (built in, default); before options "
+        default=BUILT_IN,
+        help=f"trace of any known format, or {BUILT_IN} (built in, default); before options "
         "with several values",
     )
     parser.add_argument("--limit", type=at_least(1, most=10_000_000), help="first N requests only")
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     x, y = args.pareto or DEFAULT_AXES
     quiet = _check(args, x, y)
     grid = _grid(args)
-    sweep = Sweep(replay_command._read_trace(args), grid, args.slo or ())
+    sweep = Sweep(replay_command.read_replayed(args), grid, args.slo or ())
     store = PointStore(_points_folder(args))
     with progress("sweeping", len(grid)) as update:
         result = sweep.run(store, workers, update)
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         )
     write_outputs(*outputs)
     if not quiet:
-        _show(result, front, grid.varying, x, y)
+        _show(result, front, grid.varying, x, y, sweep.trace.notes)
     return 1 if result.failed else 0
 
 
@@ -153,7 +154,9 @@ def _color(option: str | None) -> str | None:
     )
 
 
-def _show(result: SweepResult, front: list[Row], varying: list[str], x: str, y: str) -> None:
+def _show(
+    result: SweepResult, front: list[Row], varying: list[str], x: str, y: str, trace_notes: Sequence[str]
+) -> None:
     better = {column.name: column.better for column in FIGURES}
     names = list(dict.fromkeys(_color(name.replace("-", "_")) or "" for name in varying))
     show_table(
@@ -161,7 +164,7 @@ def _show(result: SweepResult, front: list[Row], varying: list[str], x: str, y: 
         + ", ".join(f"{'more' if better[name] > 0 else 'less'} {name}" for name in (x, y)),
         ("point", x, y),
         [(_point(row, names), _text(row[x]), _text(row[y])) for row in front[:MOST_SHOWN]],
-        _notes(result, len(front)),
+        [*_notes(result, len(front)), *trace_notes],
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+
+import numpy as np
 
 from pagedkv.opened import Opened
 from pagedkv.page_table import Int32Array
@@ -13,6 +15,7 @@ from pagedkv.sim.engine.engine_config import EngineConfig
 from pagedkv.sim.engine.happenings import Happenings, OnTheWay
 from pagedkv.sim.engine.host_side import HostSide
 from pagedkv.sim.engine.host_tier import HostTier
+from pagedkv.sim.engine.kv_budget import BudgetKeeper
 from pagedkv.sim.engine.pool import Pool, plain, require_all_fit
 from pagedkv.sim.engine.request_state import RequestState
 from pagedkv.sim.engine.waiting import WaitingQueue
@@ -50,6 +53,9 @@ class Admission:
         self.records.arrival_s = self.arrivals.arrival_s
         self.now = 0.0
         self.host = HostSide(manager, self.config, step_time)
+        self.keeper: BudgetKeeper | None = None
+        if self.config.kv_budget is not None:
+            self.keeper = BudgetKeeper(self.config.kv_budget, plain(manager), self.config.tokens_per_decode)
         self._waiting = WaitingQueue(self.config.queue, trace, self.arrivals.arrival_s.item)
         self._prefilling: deque[int] = deque()
         self._decoding: list[int] = []
@@ -61,6 +67,8 @@ class Admission:
 
     def _admit(self) -> None:
         """Open waiting requests in order while the batch, the budget of a step and the pool have room."""
+        if not self._waiting.has_first:
+            return
         budget = self.config.token_budget - len(self._decoding) * self._per_decode
         budget -= sum(map(self.requests.left_to_prefill, self._prefilling))
         budget -= sum(map(self._claim, self._on_the_way))
@@ -89,7 +97,7 @@ class Admission:
         if request in self.host:
             return False
         known = self.requests.tokens(request, 0, self.requests.known(request))
-        return plain(self.manager).lookup(known).num_coming_tokens > 0
+        return self.manager.lookup(known).num_coming_tokens > 0
 
     def _open(self, request: int) -> bool:
         """Give a waiting request its blocks, and let it prefill; False if there is no room now."""
@@ -118,14 +126,17 @@ class Admission:
             self._waiting.reconsider()
 
         self.requests.computed[request] = loaded.num_tokens
-        self._expect(request, loaded.done_s, commit)
+        if loaded.ready_s <= self.now:
+            self._expect(request, tier.send(request, self.now), commit)
+        else:
+            self._expect_later(request, loaded.ready_s, partial(tier.send, request), commit)
         return True
 
     def _note_hit(self, request: int, opened: Opened) -> None:
         self._run_copies()
         cached, requests = opened.num_cached_tokens, self.requests
         requests.computed[request] = requests.committed[request] = cached
-        requests.decodes[request] = False
+        requests.decodes[request], requests.dropped[request] = False, 0
         if not requests.was_admitted[request]:
             requests.was_admitted[request] = True
             self.records.hit_tokens += cached
@@ -142,14 +153,29 @@ class Admission:
 
     def _expect(self, request: int, done_s: float, then: Callable[[], None]) -> None:
         """Let an admitted request go on when its blocks have come."""
-
-        def arrive() -> None:
-            if self._on_the_way.pop(request, None) is not None:
-                then()
-                (self._decoding if self.requests.decodes[request] else self._prefilling).append(request)
-
-        self._on_the_way[request] = OnTheWay(done_s, arrive)
+        arrive = partial(self._arrive, request, then)
+        self._on_the_way[request] = OnTheWay(self.now, lambda: done_s, arrive)
         self.happenings.at(done_s, arrive)
+
+    def _expect_later(
+        self, request: int, ready_s: float, send: Callable[[float], float], then: Callable[[], None]
+    ) -> None:
+        """As ``_expect``, over a link on which the transfer begins when it is ready."""
+        done_s = cache(partial(send, ready_s))
+        arrive = partial(self._arrive, request, then)
+
+        def begin() -> None:
+            if request in self._on_the_way:
+                self.happenings.at(done_s(), arrive)
+
+        self._on_the_way[request] = OnTheWay(ready_s, done_s, arrive)
+        self.happenings.at(ready_s, begin)
+
+    def _arrive(self, request: int, then: Callable[[], None]) -> None:
+        """Let a request that is on the way run; does nothing the second time."""
+        if self._on_the_way.pop(request, None) is not None:
+            then()
+            (self._decoding if self.requests.decodes[request] else self._prefilling).append(request)
 
     def _run_copies(self) -> None:
         if len(self.manager.copies):
@@ -158,9 +184,18 @@ class Admission:
     def _commit_known(self, request: int) -> None:
         """Commit what is computed and not committed yet."""
         start, stop = int(self.requests.committed[request]), int(self.requests.computed[request])
-        if self.manager.prefix_caching and start < stop:
+        is_prefix = self.manager.prefix_caching and not self.requests.dropped[request]
+        if (is_prefix or self.keeper is not None) and start < stop:
             self.manager.commit(request, self.requests.tokens(request, start, stop))
             self.requests.committed[request] = stop
-            if self.host.tier is not None:
+            if self.host.tier is not None and is_prefix:
                 tokens = self.requests.tokens(request, 0, stop)
                 self.host.write(request, tokens, self.now + self._stall_s, self.happenings)
+
+    def _keep_budget(self, keeper: BudgetKeeper, requests: list[int]) -> None:
+        """Let those that decode drop what their next step has no room for in the budget."""
+        excess = keeper.excess(self.requests.contexts(np.array(requests, np.int64)) - 1)
+        for place in np.flatnonzero(excess).tolist():
+            request = requests[place]
+            self._commit_known(request)
+            self.requests.dropped[request] += keeper.drop(request, int(excess[place]))

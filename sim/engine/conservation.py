@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from pagedkv.errors import check
+from pagedkv.sim.engine.disk_tier import DiskTier
 from pagedkv.sim.engine.engine import Engine
 from pagedkv.sim.engine.link import Link
 from pagedkv.sim.output.records import Records
@@ -31,8 +32,20 @@ def check_pool(engine: Engine) -> None:
         moved += (
             engine.host.tier.num_stored + engine.host.tier.num_loaded
         ) * engine.config.host_tier.bytes_per_block
+        if engine.host.tier.disk is not None and engine.config.disk_tier is not None:
+            check_disk(engine.host.tier.disk, engine.config.disk_tier.bytes_per_block)
     if engine.host.link is not None:
         check_link(engine.host.link, moved)
+
+
+def check_disk(disk: DiskTier, bytes_per_block: int) -> None:
+    """Raise ``AssertionError`` unless the disk moved what it counted, and did one thing at a time."""
+    disk.pool.check_invariants()
+    check(disk.pool.counts.active == 0, "the disk still holds what was read")
+    for link, blocks in ((disk.read_link, disk.num_read), (disk.write_link, disk.num_written)):
+        check_link(link, blocks * bytes_per_block)
+    busy_s, free_s = disk.read_link.busy_s + disk.write_link.busy_s, disk.read_link.free_s
+    check(busy_s <= free_s * (1 + 1e-9), f"disk busy {busy_s} s until {free_s} s")
 
 
 def check_link(link: Link, num_bytes: int) -> None:

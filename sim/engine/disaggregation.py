@@ -127,6 +127,8 @@ class DecodeEngine(Engine):
 
     def _fetched(self, request: int) -> None:
         self._commit_known(request)
+        if self.keeper is not None:
+            self._keep_budget(self.keeper, [request])
         self._waiting.reconsider()
 
     def _finish(self, request: int) -> None:
@@ -154,7 +156,7 @@ class Disaggregated:
         # nobody is preempted there: a prompt has all of its blocks from the start
         alone = replace(config, swap=None)
         self.prefill = PrefillEngine(trace, managers[0], step_time, alone, self._finished)
-        there = replace(config, host_tier=None)
+        there = replace(config, host_tier=None, disk_tier=None)
         self.decode = DecodeEngine(
             trace, managers[1], step_time, there, self.prefill, transfer, self._finished
         )

@@ -194,12 +194,15 @@ class Engine(Admission):
         if len(ids):
             self._emit(ids, self._verify(ids, self._guesses) if self._guesses else steps.num_steps)
         self._end_prefills(plan.num_ending)
+        if self.keeper is not None:
+            self._keep_budget(self.keeper, self._decoding)
 
     def _verify(self, ids: Contexts, guesses: Guesses) -> Contexts:
         """Keep the drafts that are right, and give up the slots of the others: tokens got, [n] int64."""
         got = guesses.tokens_of_step(ids, self.requests.generated[ids])
-        for request, keep in zip(ids.tolist(), (self.requests.computed[ids] + got).tolist(), strict=True):
-            self.manager.truncate(request, keep)
+        keep = self.requests.contexts(ids) - 1 + got
+        for request, num_tokens in zip(ids.tolist(), keep.tolist(), strict=True):
+            self.manager.truncate(request, num_tokens)
         self.records.drafted_tokens += len(ids) * self.config.num_drafts
         self.records.accepted_tokens += int(got.sum()) - len(ids)
         return got
@@ -244,7 +247,8 @@ class Engine(Admission):
     def _wait_for_blocks(self) -> None:
         """Stall the next step until everything that is on the way has come."""
         coming = list(self._on_the_way.values())
-        self._stall(max([*(one.done_s for one in coming), *self.host.writes.values()]))
+        ends = [one.done_s() for one in sorted(coming, key=lambda one: one.ready_s)]
+        self._stall(max([*ends, *self.host.writes.values()]))
         for one in coming:
             one.arrive()
         self.host.end_writes()
@@ -258,6 +262,7 @@ class Engine(Admission):
         """Take a request's blocks; it computes again what is no longer cached, unless the host keeps it."""
         (self._decoding if request in self._decoding else self._prefilling).remove(request)
         self._commit_known(request)
+        self._forget(request)
         if self.host.swapper is None or not self._swap_out(request, self.host.swapper):
             self.manager.close(request)
         self._running.remove(request)
@@ -273,13 +278,19 @@ class Engine(Admission):
         self.records.num_swapped_out += 1
         return True
 
+    def _forget(self, request: int) -> None:
+        """Drop what can be drawn again."""
+        if self._guesses is not None:
+            self._guesses.forget(request)
+        if self.keeper is not None:
+            self.keeper.forget(request)
+
     def _finish(self, request: int) -> None:
         self.manager.close(request)
         self._running.remove(request)
         self.records.finish_s[request] = self.now
         self.records.num_finished += 1
         self.arrivals.finished(request, self.now)
-        if self._guesses is not None:
-            self._guesses.forget(request)
+        self._forget(request)
         if self._on_progress is not None:
             self._on_progress(self.records.num_finished)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagedkv.errors import PagedKVError
+from pagedkv.sim.engine.disk_tier import DiskTierSettings
 from pagedkv.sim.engine.host_tier import HostTierSettings
+from pagedkv.sim.engine.kv_budget import KVBudget
 from pagedkv.sim.engine.speculation import Speculation
 from pagedkv.sim.engine.swapping import SwapSettings
 from pagedkv.sim.engine.waiting import QUEUES
@@ -27,7 +29,9 @@ class EngineConfig:
         swap: what preempted sequences may go to the host with; None: they compute again.
         host_tier: prefixes that are read from the host if the device has lost them; with ``swap``, over the
             same link.
+        disk_tier: prefixes that have no room on the host any more; needs ``host_tier``.
         speculation: drafts that each step verifies; None: one token a step.
+        kv_budget: context that a decoding sequence keeps at most; None: all of it.
 
     Raises:
         PagedKVError: sizes below one, or a budget that cannot serve a full batch.
@@ -43,6 +47,8 @@ class EngineConfig:
     swap: SwapSettings | None = None
     speculation: Speculation | None = None
     host_tier: HostTierSettings | None = None
+    kv_budget: KVBudget | None = None
+    disk_tier: DiskTierSettings | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
@@ -59,6 +65,14 @@ class EngineConfig:
             raise PagedKVError(f"interval must be 0.001 to 1e9 seconds, got {self.interval_s}")
         if self.swap and self.host_tier and self.swap.link != self.host_tier.link:
             raise PagedKVError(f"one link to the host, got {self.swap.link} and {self.host_tier.link}")
+        if self.disk_tier and not self.host_tier:
+            blocks = self.disk_tier.num_blocks
+            raise PagedKVError(f"a disk keeps what leaves the host: got {blocks} blocks and no host cache")
+        if self.swap and self.kv_budget:
+            raise PagedKVError(
+                f"who has dropped a part of its context cannot be swapped: got a budget of "
+                f"{self.kv_budget.tokens} tokens and {self.swap.num_host_blocks} blocks to swap to"
+            )
         if self.queue not in QUEUES:
             raise PagedKVError(f"queue must be one of {', '.join(QUEUES)}, got {self.queue!r}")
 

@@ -11,7 +11,10 @@ from typing import NamedTuple
 class OnTheWay(NamedTuple):
     """An admitted request whose blocks are being filled over a link."""
 
-    done_s: float
+    ready_s: float
+    """From when on its transfer can begin."""
+    done_s: Callable[[], float]
+    """When it ends; begins it if need be."""
     arrive: Callable[[], None]
     """Lets it run; does nothing the second time."""
 

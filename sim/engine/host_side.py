@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from pagedkv.page_table import Int32Array
+from pagedkv.sim.engine.disk_tier import DiskTier
 from pagedkv.sim.engine.engine_config import EngineConfig
 from pagedkv.sim.engine.happenings import Happenings
 from pagedkv.sim.engine.host_tier import HostTier
@@ -21,7 +22,7 @@ class HostSide:
     """
 
     def __init__(self, pool: Pool, config: EngineConfig, step_time: StepTimeModel) -> None:
-        """Make what ``config`` asks for; ``PagedKVError`` if that is something and the pool a hybrid one."""
+        """Make what ``config`` asks for; ``PagedKVError`` if that is a tier and the pool a hybrid one."""
         self.swapper: Swapper | None = None
         self.tier: HostTier | None = None
         self.link: Link | None = None
@@ -29,10 +30,13 @@ class HostSide:
         """Until when each pin holds."""
         self._pool = pool
         if config.swap is not None:
-            self.swapper = Swapper(plain(pool), config.swap, step_time, config.token_budget)
+            self.swapper = Swapper(pool, config.swap, step_time, config.token_budget)
             self.link = self.swapper.link
         if config.host_tier is not None:
-            self.tier = HostTier(config.host_tier, plain(pool).block_size, config.max_batch, self.link)
+            size, disk = plain(pool).block_size, None
+            if config.disk_tier is not None:
+                disk = DiskTier(config.disk_tier, size, config.max_batch)
+            self.tier = HostTier(config.host_tier, size, config.max_batch, self.link, disk)
             self.link = self.tier.link
 
     def __contains__(self, request: int) -> bool:

@@ -10,10 +10,10 @@ import numpy as np
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_pool import BlockCounts
 from pagedkv.copies import PendingCopies
-from pagedkv.errors import PagedKVError
-from pagedkv.hybrid import HybridKVCacheManager, bytes_per_block, groups_for
-from pagedkv.opened import Opened
-from pagedkv.page_table import Int64Array, SeqId
+from pagedkv.hybrid import HybridKVCacheManager, HybridSwapSpace, bytes_per_block, groups_for
+from pagedkv.opened import Lookup, Opened
+from pagedkv.page_table import NULL_BLOCK, Int64Array, SeqId
+from pagedkv.policies import EvictionPolicy
 from pagedkv.spec import KVCacheSpec
 from pagedkv.stats import ManagerStats
 
@@ -42,24 +42,26 @@ class HybridPool:
         *,
         max_seqs: int,
         max_seq_len: int,
-        prefix_caching: bool = True,
+        policy: str | EvictionPolicy | None = "lru",
     ) -> None:
-        """Make the manager; ``SpecError`` if the layers do not share blocks of one size."""
+        """Make the manager; ``SpecError`` if the layers do not share blocks of one size.
+
+        ``policy`` as for ``HybridKVCacheManager``; None: no prefix cache.
+        """
         self._manager = HybridKVCacheManager(
             groups_for(spec),
             num_blocks,
             spec.block_size,
             max_seqs=max_seqs,
             max_seq_len=max_seq_len,
-            prefix_caching=prefix_caching,
+            policy=policy,
         )
         self.num_blocks = num_blocks
         self.block_size = spec.block_size
         self.max_seq_len = max_seq_len
-        self.prefix_caching = prefix_caching
+        self.prefix_caching = self._manager.prefix_caching
         self.num_groups = len(self._manager.groups)
         self._table = next(iter(self._manager.tables.values()))  # all of them agree about lengths
-        self._queried_blocks = self._hit_blocks = 0
 
     @property
     def counts(self) -> BlockCounts:
@@ -80,17 +82,23 @@ class HybridPool:
     def open(
         self, seq_id: SeqId, tokens: Any, *, announce: bool = False, partial_hits: bool = False
     ) -> Opened | None:
-        """Open a sequence with its hit and room for a token, see ``grow``; None if it does not fit now.
+        """Open a sequence with its hit and room for a token, see ``grow``; None if it does not fit now."""
+        return self._manager.open(
+            seq_id, tokens, max_fresh_tokens=1, announce=announce, partial_hits=partial_hits
+        )
 
-        ``PagedKVError`` for the two options, which this manager does not have.
-        """
-        if announce or partial_hits:
-            raise PagedKVError("the hybrid manager has neither announced prompts nor partial hits")
-        opened = self._manager.open(seq_id, tokens, max_fresh_tokens=1)
-        if opened is not None:
-            self._queried_blocks += len(tokens) // self.block_size
-            self._hit_blocks += opened.num_cached_tokens // self.block_size
-        return opened
+    def lookup(self, tokens: Any) -> Lookup:
+        """As ``HybridKVCacheManager.lookup``, for a prompt that is computed block by block."""
+        return self._manager.lookup(tokens, max_fresh_tokens=self.block_size)
+
+    def swap_space(self, num_host_blocks: int) -> HybridSwapSpace:
+        """Host blocks for the sequences of this pool."""
+        return HybridSwapSpace(self._manager, num_host_blocks)
+
+    def num_held_blocks(self, seq_id: SeqId) -> int:
+        """Blocks of all groups that a sequence holds. Cost: O(groups x blocks)."""
+        tables = self._manager.tables.values()
+        return sum(int(np.count_nonzero(table.block_ids(seq_id) != NULL_BLOCK)) for table in tables)
 
     def grow(self, decoding: list[Any], num_tokens: int, prefilling: Mapping[Any, int]) -> bool:
         """Make room for ``num_tokens`` more of those that decode and so many in all of those that prefill.
@@ -139,7 +147,7 @@ class HybridPool:
         self._manager.check_invariants()
 
     def stats(self) -> ManagerStats:
-        """The counters in the words of the plain manager; nothing is ever fenced or pinned here."""
+        """The counters in the words of the plain manager."""
         stats = self._manager.stats()
         return ManagerStats(
             num_blocks=self.num_blocks,
@@ -147,18 +155,19 @@ class HybridPool:
             free_blocks=stats.free_blocks,
             cached_blocks=stats.cached_blocks,
             active_blocks=stats.active_blocks,
-            fenced_blocks=0,
-            pinned_blocks=0,
+            fenced_blocks=stats.fenced_blocks,
+            pinned_blocks=stats.pinned_blocks,
             used_slots=self.used_slots,
             indexed_blocks=stats.num_nodes,
             num_seqs=stats.num_seqs,
             num_opened=stats.num_opened,
             queried_tokens=stats.queried_tokens,
             hit_tokens=stats.hit_tokens,
-            queried_blocks=self._queried_blocks,
-            hit_blocks=self._hit_blocks,
+            queried_blocks=stats.queried_blocks,
+            hit_blocks=stats.hit_blocks,
             evicted_blocks=stats.evicted_blocks,
             copied_blocks=stats.copied_blocks,
+            residency=stats.residency,
         )
 
 

@@ -16,9 +16,9 @@ Pool = KVCacheManager | HybridPool
 
 
 def plain(pool: Pool) -> KVCacheManager:
-    """The manager that can swap, announce and fetch; ``PagedKVError`` if it is the hybrid one."""
+    """The manager that can do all; ``PagedKVError`` if it is the hybrid one."""
     if isinstance(pool, HybridPool):
-        raise PagedKVError("a hybrid pool can neither swap, coalesce, hit parts of blocks nor disaggregate")
+        raise PagedKVError("a hybrid pool has no host cache, no budget of tokens, and cannot disaggregate")
     return pool
 
 

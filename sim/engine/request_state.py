@@ -17,6 +17,7 @@ class RequestState:
         input_len            generated
         |------ prompt ------|-- output so far --|
         |- committed -|- computed -|             the last output token is not fed back yet
+              |- dropped -|                      of the committed ones
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -28,6 +29,8 @@ class RequestState:
         """Tokens whose K and V exist."""
         self.committed = np.zeros(len(trace), np.int64)
         """Tokens that the manager has been told."""
+        self.dropped = np.zeros(len(trace), np.int64)
+        """Tokens of the middle of the context whose K and V were given up."""
         self.generated = np.zeros(len(trace), np.int64)
         self.decodes = np.zeros(len(trace), np.bool_)
         """Whether a request that has blocks has its first token from them."""
@@ -44,7 +47,7 @@ class RequestState:
 
     def contexts(self, requests: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens that the next decode step of these requests reads, its own included: [n] int64."""
-        return self.input_len[requests] + self.generated[requests]
+        return self.input_len[requests] + self.generated[requests] - self.dropped[requests]
 
     def has_full_block(self, requests: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[np.bool_]:
         """Which of these requests have filled a block that is not committed: [n] bool."""

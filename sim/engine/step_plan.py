@@ -109,6 +109,9 @@ class StepPlanner:
             limits.append(self._step_time.steps_of_same_growth(contexts) or MOST_STEPS)
             if isinstance(self._pool, HybridPool):
                 limits.append(self._pool.steps_until_full(contexts - 1))
+            if self._config.kv_budget:
+                size = self._pool.block_size
+                limits.append(self._config.kv_budget.tokens // size * size - int(contexts.max()) + 1)
         if chunks:
             # a hybrid pool makes room for each chunk when it is computed
             alike = len(chunks) == 1 and not isinstance(self._pool, HybridPool)
@@ -123,6 +126,8 @@ class StepPlanner:
         """Most steps, 1..count, whose new blocks are available; 1 if not even one step fits."""
         size, counts = self._pool.block_size, self._pool.counts
         available = (counts.free + counts.cached) // groups_of(self._pool)
+        if len(lens) * div_ceil(count, size) <= available:
+            return count  # wherever in its last block each sequence ends
         held = div_ceil(lens, size)
 
         def fits(steps: int) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from pagedkv.arithmetic import div_ceil
 from pagedkv.errors import require_count
 from pagedkv.manager import KVCacheManager
+from pagedkv.sim.engine.hybrid_pool import HybridPool
 from pagedkv.sim.engine.link import Link, LinkSpeed
 from pagedkv.sim.timing.step_time import StepTimeModel
 from pagedkv.swap import SwapSpace
@@ -53,17 +54,20 @@ class Swapper:
 
     def __init__(
         self,
-        manager: KVCacheManager,
+        pool: KVCacheManager | HybridPool,
         settings: SwapSettings,
         step_time: StepTimeModel,
         token_budget: int,
     ) -> None:
         """Make an empty host pool."""
-        self._manager = manager
-        self.space = SwapSpace(manager, settings.num_host_blocks)
+        self._pool = pool
+        count = settings.num_host_blocks
+        self.space = pool.swap_space(count) if isinstance(pool, HybridPool) else SwapSpace(pool, count)
         self.link = Link(settings.link)
         self._settings = settings
-        self._advisor = None if settings.always else _advisor(settings, manager, step_time, token_budget)
+        self._advisor = (
+            None if settings.always else _advisor(settings, pool.block_size, step_time, token_budget)
+        )
 
     def __contains__(self, request: int) -> bool:
         """Tell whether the request is on the host."""
@@ -74,16 +78,28 @@ class Swapper:
 
         ``num_computed`` of its tokens have K and V.
         """
-        blocks = div_ceil(self._manager.tables.num_tokens(request), self._manager.block_size)
-        if not num_computed or blocks > self.space.counts.free:
+        if not num_computed or self._num_blocks(request) > self.space.counts.free:
             return None
-        if self._advisor is not None and not self._advisor.prefers_swap(num_computed):
+        if self._advisor is not None and not self._prefers_swap(self._advisor, request, num_computed):
             return None
         out = self.space.swap_out(request)
         if out is None:
             return None
         self.space.done(out.transfer)  # bookkeeping: the engine does nothing before the copies have run
         return self.link.begin(now_s, len(out.copies.src) * self._settings.bytes_per_block)
+
+    def _num_blocks(self, request: int) -> int:
+        pool = self._pool
+        if isinstance(pool, HybridPool):
+            return pool.num_held_blocks(request)
+        return div_ceil(pool.tables.num_tokens(request), pool.block_size)
+
+    def _prefers_swap(self, advisor: SwapAdvisor, request: int, num_computed: int) -> bool:
+        if not isinstance(self._pool, HybridPool):
+            return advisor.prefers_swap(num_computed)
+        # an advisor counts blocks of all layers; here groups of layers have more or fewer of their own
+        each_way_s = self._settings.link.seconds(self._num_blocks(request) * self._settings.bytes_per_block)
+        return 2 * each_way_s < advisor.costs(num_computed).recompute_s
 
     def swap_in(self, request: int, now_s: float) -> ComingBack | None:
         """Take the request's blocks on the device again; None if there is no room now."""
@@ -95,7 +111,7 @@ class Swapper:
 
 
 def _advisor(
-    settings: SwapSettings, manager: KVCacheManager, step_time: StepTimeModel, token_budget: int
+    settings: SwapSettings, block_size: int, step_time: StepTimeModel, token_budget: int
 ) -> SwapAdvisor:
     """An advisor whose prefill rates are those of the step-time model, from two chunks of a full budget."""
     nobody = np.empty(0, np.int64)
@@ -107,7 +123,7 @@ def _advisor(
     per_pair = max(0.0, chunk_s(_PROBE) - chunk_s(0)) / (token_budget * _PROBE)
     return SwapAdvisor(
         bytes_per_block=settings.bytes_per_block,
-        block_size=manager.block_size,
+        block_size=block_size,
         link_bytes_per_s=settings.link.bytes_per_s,
         prefill_tokens_per_s=token_budget / max(chunk_s(0) - per_pair * pairs, 1e-12),
         transfer_s=settings.link.latency_s,

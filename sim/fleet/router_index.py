@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from pagedkv.errors import PagedKVError
-from pagedkv.events import BlocksCleared, BlocksStored, Event
+from pagedkv.events import DEVICE, BlocksCleared, BlocksStored, Event
 
 
 class ReplicaIndex:
@@ -55,9 +55,11 @@ class ReplicaIndex:
         if event.number != self._next_number:
             raise PagedKVError(f"event {event.number} was heard, the next is {self._next_number}")
         self._next_number += 1
-        if isinstance(event, BlocksStored):
-            self._digests.update(event.digests)
-        elif isinstance(event, BlocksCleared):
+        if isinstance(event, BlocksCleared):
             self._digests.clear()
+        elif event.tier != DEVICE:
+            return  # not where the replica computes
+        elif isinstance(event, BlocksStored):
+            self._digests.update(event.digests)
         else:
             self._digests.difference_update(event.digests)

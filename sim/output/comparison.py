@@ -51,7 +51,16 @@ FIGURES: Mapping[str, Sequence[Compared]] = {
         Compared("evicted_blocks", "blocks"),
     ),
 }
-_CONDITIONS = ("pagedkv_version", "inputs", "goodput.slo_s", "trace", "requests", "block_size", "num_blocks")
+_CONDITIONS = (
+    "pagedkv_version",
+    "kind",
+    "inputs",
+    "goodput.slo_s",
+    "trace",
+    "requests",
+    "block_size",
+    "num_blocks",
+)
 
 
 def compare(names: Sequence[str], documents: Sequence[Document]) -> dict[str, Any]:
@@ -68,6 +77,7 @@ def compare(names: Sequence[str], documents: Sequence[Document]) -> dict[str, An
     return {
         "schema": COMPARE_SCHEMA,
         "results": list(names),
+        "kinds": list(dict.fromkeys(map(_kind, documents))),
         "conditions": differing,
         "same_conditions": len(rows) - len(differing),
         "figures": [
@@ -92,6 +102,10 @@ def _require_comparable(names: Sequence[str], documents: Sequence[Document]) -> 
             other = document["formulas"].get(figure, formula)
             if other != formula:
                 raise PagedKVError(f"{figure} is {formula!r} in {names[0]}, but {other!r} in {name}")
+
+
+def _kind(document: Document) -> str:
+    return str(document.get("kind", "hits were counted by the cache manager, without time"))
 
 
 def _figure(item: Compared, documents: Sequence[Document]) -> dict[str, Any]:

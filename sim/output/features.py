@@ -10,6 +10,7 @@ import numpy as np
 
 from pagedkv.sim.console import human_bytes
 from pagedkv.sim.engine.disaggregation import Disaggregated
+from pagedkv.sim.engine.disk_tier import DiskTier
 from pagedkv.sim.engine.engine import Engine
 from pagedkv.sim.engine.link import Link
 from pagedkv.sim.output.metrics import Distribution, block_use
@@ -59,6 +60,15 @@ def features_of(trace: Trace, setup: ReplaySetup, engine: Engine, apart: Disaggr
             "evicted_blocks": first.host.tier.pool.stats().evicted_blocks,
             "stalled_s": first.records.stall_s,
             **_link(first.host.tier.link, makespan_s),
+        }
+        if first.host.tier.disk is not None and setup.engine.disk_tier is not None:
+            bytes_per_block = setup.engine.disk_tier.bytes_per_block
+            found["disk_tier"] = _disk(first.host.tier.disk, bytes_per_block, makespan_s)
+    if engine.keeper is not None:
+        found["kv_budget"] = {
+            "tokens_per_sequence": engine.keeper.max_tokens,
+            "blocks_dropped": engine.keeper.num_dropped,
+            "bytes_dropped": engine.keeper.num_dropped * setup.bytes_per_block,
         }
     if setup.engine.speculation is not None:
         found["speculation"] = _speculation(records, setup.engine.speculation.expected_tokens)
@@ -126,6 +136,20 @@ def _disaggregation(setup: ReplaySetup, apart: Disaggregated, makespan_s: float)
         "prefill_steps": sum(s.num_steps for s in prefill.records.steps),
         "bytes_prefill_peak_active": use.peak_active_blocks * setup.bytes_per_block,
         "bytes_prefill_mean_active": round(use.mean_active_blocks * setup.bytes_per_block),
+    }
+
+
+def _disk(disk: DiskTier, bytes_per_block: int, makespan_s: float) -> dict[str, Any]:
+    return {
+        "tokens_read": disk.num_read * disk.pool.block_size,
+        "bytes_in": disk.num_read * bytes_per_block,
+        "bytes_out": disk.num_written * bytes_per_block,
+        "evicted_blocks": disk.pool.stats().evicted_blocks,
+        "reads": disk.read_link.num_transfers,
+        "writes": disk.write_link.num_transfers,
+        "read_busy_s": disk.read_link.busy_s,
+        "write_busy_s": disk.write_link.busy_s,
+        "busy_share": (disk.read_link.busy_s + disk.write_link.busy_s) / makespan_s,
     }
 
 

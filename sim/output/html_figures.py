@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagedkv.sim.output.html_page import Figure
+from pagedkv.sim.output.report import time_kind
 from pagedkv.sim.output.series import thinned
 from pagedkv.sim.output.svg_axis import Axis, axis_over, short
 from pagedkv.sim.output.svg_chart import Chart
 
-COUNTED = "counted, over modelled time"
 MOST_TOLD = 40
 """Rows of a data table, and places where the pointer is told something."""
 
@@ -127,7 +127,7 @@ def preemptions(document: Document) -> Figure:
 
 
 def itl_by_context(document: Document, kind: str) -> Figure:
-    """Steps as dots, the modelled decode step as a line, and where KV bytes overtake weight bytes."""
+    """Steps as dots, a decode step without prefill as a line, and where KV bytes overtake weight bytes."""
     series = document["series"]["itl_by_context"]
     points, model, overtake = series["points"], series["model"], series["overtake_tokens"]
     itl = [value * 1e3 for value in points["itl_s"]]
@@ -144,7 +144,7 @@ def itl_by_context(document: Document, kind: str) -> Figure:
     batch = series["batch"]
     line = [value * 1e3 for value in model["itl_s"]]
     if batch is not None:
-        label = f"modelled decode step, {batch} sequences (the median)"
+        label = f"decode step, {batch} sequences (the median): {kind}"
         chart.line(model["context_tokens"], line, "ink", label)
     mixed = [bool(tokens) for tokens in points["prefill_tokens"]]
     for wanted, colour, label in ((True, "c2", "steps with prefill"), (False, "c1", "decode steps")):
@@ -156,7 +156,7 @@ def itl_by_context(document: Document, kind: str) -> Figure:
     caption = told + (f" {above:,} of {len(itl):,} dots lie above the plot, at its edge." if above else "")
     rows = {
         "context [tokens]": [f"{v:,}" for v in model["context_tokens"]],
-        "modelled ITL [ms]": [f"{v:,.3f}" for v in line],
+        "ITL of the line [ms]": [f"{v:,.3f}" for v in line],
     }
     chart.tell(model["context_tokens"], [f"{a} tokens: {b} ms" for a, b in zip(*rows.values(), strict=True)])
     return Figure(chart, kind, caption, rows)
@@ -164,7 +164,7 @@ def itl_by_context(document: Document, kind: str) -> Figure:
 
 def _overtaking(series: Document) -> str:
     batch, weights, overtake = series["batch"], series["weight_bytes"], series["overtake_tokens"]
-    if batch is None:
+    if batch is None or weights is None:
         return "No step decoded."
     unit, divisor = _bytes_unit(weights)
     reads = f"A decode step of {batch} sequences reads {weights / divisor:,.1f} {unit} of weights"
@@ -237,7 +237,7 @@ def _over_time(document: Document, chart: Chart, caption: str, columns: Mapping[
         for row in zip(*few.values(), strict=True)
     ]
     chart.tell(_few(times), told)
-    return Figure(chart, COUNTED, caption, few)
+    return Figure(chart, f"counted; {time_kind(document)}", caption, few)
 
 
 def _few(column: Sequence[Any]) -> list[Any]:

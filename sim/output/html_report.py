@@ -9,6 +9,7 @@ from pagedkv.sim.console import human_bytes
 from pagedkv.sim.output.features import feature_rows
 from pagedkv.sim.output.html_figures import attainment, distribution, itl_by_context, timeline_figures
 from pagedkv.sim.output.html_page import cards, conditions, details, figures, heading, page, paragraph, table
+from pagedkv.sim.output.report import time_kind
 
 Document = Mapping[str, Any]
 
@@ -40,7 +41,7 @@ def report_html(document: Document) -> str:
         heading("Over time"),
         figures(timeline_figures(document)[1:]),
         _not_recorded(document),
-        _features(document),
+        _features(document, kind),
         '<section class="screen">',
         heading("Everything it depends on"),
         details("all inputs", table(("input", "value"), flat(inputs), "text")),
@@ -49,12 +50,6 @@ def report_html(document: Document) -> str:
         _footer(document),
     ]
     return page(f"pagedkv: {title}", *(part for part in parts if part))
-
-
-def time_kind(document: Document) -> str:
-    """What the times of a document are: modelled, or measured in part."""
-    times = document["kind"].partition(";")[0]
-    return "attention measured, rest modelled" if "measured" in times else "modelled time"
 
 
 def _conditions(document: Document) -> list[tuple[str, str]]:
@@ -132,11 +127,11 @@ def _not_recorded(document: Document) -> str:
     return paragraph(f"Not recorded over time: {', '.join(lacking)}.") if lacking else ""
 
 
-def _features(document: Document) -> str:
+def _features(document: Document, kind: str) -> str:
     features = document.get("features")
     if not features:
         return ""
-    made = table(("feature, its times modelled, the rest counted", "value"), feature_rows(features), "text")
+    made = table((f"feature ({kind}, the rest counted)", "value"), feature_rows(features), "text")
     return f'{heading("Features")}<div class="box">{made}</div>'
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from pagedkv.errors import PagedKVError
 from pagedkv.sim.output.metrics import PERCENTILES
+from pagedkv.sim.output.report import kind_of_times, times_are
 from pagedkv.sim.replay import ReplayResult
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def plot_replay(result: ReplayResult, path: Path) -> None:
     setup = result.setup
     figure.suptitle(
         f"{result.trace.name}: {result.summary.requests:,} requests, {setup.model.name} on {setup.gpu.name}, "
-        f"{setup.model.spec.dtype} cache, blocks of {setup.model.spec.block_size} (times are modelled)"
+        f"{setup.model.spec.dtype} cache, blocks of {setup.model.spec.block_size} "
+        f"({times_are(setup.step_time.attention_time)})"
     )
     _cache_bytes(axes[0], result)
     _itl_against_context(axes[1], result)
@@ -87,8 +89,9 @@ def _itl_against_context(axes: Axes, result: ReplayResult) -> None:
         batch = max(1, round(float(np.median([s.num_decoding for s in steps]))))
         line = np.linspace(0, float(context.max()), 50)
         model = result.setup.step_time
-        modelled = [model.decode_s(np.full(batch, round(x / batch), np.int64)) * 1e3 for x in line]
-        axes.plot(line, modelled, color="black", linewidth=1.2, label=f"modelled decode, {batch} sequences")
+        seconds = [model.decode_s(np.full(batch, round(x / batch), np.int64)) * 1e3 for x in line]
+        label = f"decode of {batch}: {kind_of_times(model.attention_time)}"
+        axes.plot(line, seconds, color="black", linewidth=1.2, label=label)
     axes.set(title="ITL against context", xlabel="context of the batch [tokens]", ylabel="ITL [ms]")
     axes.set_ylim(0, 1.3 * float(np.percentile(itl, 99)) if len(steps) else 1)
     axes.legend(loc="upper left", fontsize=8)

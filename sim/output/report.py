@@ -26,11 +26,11 @@ def replay_document(result: ReplayResult, given: Mapping[str, Any] | None = None
     ``given`` are inputs that the result does not know, such as the seed that its trace was made from.
     """
     summary, setup, spec = result.summary, result.setup, result.setup.model.spec
-    stats = summary.stats
+    stats, attention_time = summary.stats, setup.step_time.attention_time
     return {
         "schema": REPLAY_SCHEMA,
         "pagedkv_version": __version__,
-        "kind": "times are modelled; blocks, bytes and hits were counted by the cache manager",
+        "kind": f"{times_are(attention_time)}; blocks, bytes and hits were counted by the cache manager",
         "inputs": {
             "trace": result.trace.name,
             "requests": summary.requests,
@@ -54,6 +54,8 @@ def replay_document(result: ReplayResult, given: Mapping[str, Any] | None = None
             "tensor_parallel": None if setup.tensor_parallel is None else asdict(setup.tensor_parallel),
             "disaggregation": None if setup.transfer is None else asdict(setup.transfer),
             "efficiency": asdict(setup.rates),
+            "attention_time": attention_time,
+            "trace_notes": list(result.trace.notes),
             **(given or {}),
         },
         "formulas": FORMULAS | HIT_RATE_FORMULAS,
@@ -98,6 +100,45 @@ def hits_document(trace_name: str, hits: Hits, given: Mapping[str, Any] | None =
         "token_hit_rate": hits.token_hit_rate,
         "evicted_blocks": stats.evicted_blocks,
     }
+
+
+def hit_rate_rows(token_rate: float, block_rate: float) -> list[tuple[str, str]]:
+    """Both hit rates as rows of a table."""
+    return [
+        ("hit rate, tokens (hit / all prompt tokens)", f"{token_rate:.2%}"),
+        ("hit rate, blocks (hit / full prompt blocks)", f"{block_rate:.2%}"),
+    ]
+
+
+def times_are(attention_time: str) -> str:
+    """What a document says of its times, given `StepTimeModel.attention_time`.
+
+    >>> times_are("modelled"), times_are("measured")
+    ('times are modelled', 'times are modelled, but for decode attention, which was measured')
+    """
+    if attention_time == "modelled":
+        return "times are modelled"
+    return f"times are modelled, but for decode attention, which was {attention_time}"
+
+
+def kind_of_times(attention_time: str) -> str:
+    """The same in a few words.
+
+    >>> kind_of_times("modelled"), kind_of_times("measured")
+    ('modelled', 'attention measured, rest modelled')
+    """
+    return "modelled" if attention_time == "modelled" else f"attention {attention_time}, rest modelled"
+
+
+def time_kind(document: Mapping[str, Any]) -> str:
+    """What the times of a document are, in a few words.
+
+    >>> time_kind({"kind": "times are modelled, but for decode attention, which was measured; blocks were"})
+    'attention measured, rest modelled'
+    """
+    times = document["kind"].partition(";")[0]
+    how = next((how for how in ("measured", "profiled") if how in times), None)
+    return "modelled time" if how is None else kind_of_times(how)
 
 
 def to_json(document: dict[str, Any]) -> str:

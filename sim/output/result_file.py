@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 from pagedkv.errors import PagedKVError
 
 LARGEST_FILE = 256 * 2**20
+MOST = 1e30
+"""Numbers of a document lie within ``-MOST .. MOST``."""
 TYPES: Mapping[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
@@ -67,7 +69,9 @@ def read_result(path: str, *schemas: str) -> dict[str, Any]:
     if len(content) > LARGEST_FILE:
         raise PagedKVError(f"{path} is larger than {LARGEST_FILE:,} bytes: this is no result")
     try:
-        document = json.loads(content, parse_constant=_refuse_constant)
+        document = json.loads(
+            content, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_number
+        )
     except (ValueError, RecursionError) as error:
         raise PagedKVError(f"{path} is no JSON: {error}") from None
     check_result(document, path, *schemas)
@@ -91,6 +95,19 @@ def check_result(document: Any, path: str, *schemas: str) -> None:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _number(text: str) -> float:
+    """A float within ``MOST``, beyond which figures of a report could not be computed with."""
+    value = float(text)
+    if not -MOST <= value <= MOST:
+        raise ValueError(f"{text} is beyond {MOST:g}")
+    return value
+
+
+def _integer(text: str) -> int:
+    _number(text)
+    return int(text)
 
 
 def _first_error(value: Any, schema: Mapping[str, Any], place: str) -> str | None:

@@ -27,7 +27,7 @@ def series_of(result: ReplayResult, goodput: Goodput | None = None) -> dict[str,
     """Columns of equal length per chart; floats have six digits. Same run, same series.
 
     ``timeline``: of every few rows of the timeline the one with the most active bytes. ``itl_by_context``:
-    every few steps, the modelled decode step of the median batch, and the context at which such a step
+    every few steps, the decode step of the median batch, and the context at which such a step
     reads more KV bytes than weight bytes. ``quantiles``: of each latency, and of the factor on the SLOs.
     """
     return {

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pagedkv.events import BlocksRemoved, BlocksStored, Event
+from pagedkv.event_batches import MEDIA
+from pagedkv.events import DEVICE, BlocksRemoved, BlocksStored, Event
 from pagedkv.sim.readers.json_rows import parse_json
 from pagedkv.sim.readers.place import Place, is_64_bit
 from pagedkv.sim.readers.row import Clock, Format, Head, Notes, ReadOptions, Row
@@ -22,8 +23,10 @@ _ARRAY_FIELDS = {
         "lora_id",
         "medium",
         "lora_name",
+        "extra_keys",
+        "group_idx",
     ),
-    _REMOVED: ("block_hashes", "medium"),
+    _REMOVED: ("block_hashes", "medium", "group_idx"),
     _CLEARED: (),
 }
 _MOST_BLOCK_SIZE = 1 << 20
@@ -50,10 +53,17 @@ def _as_map(event: Event) -> dict[str, Any]:
             "parent_block_hash": None if event.parent is None else event.parent.hex(),
             "token_ids": event.tokens.ravel().tolist(),
             "block_size": int(event.tokens.shape[1]),
+            **_place_of(event),
         }
     if isinstance(event, BlocksRemoved):
-        return {"type": _REMOVED, "block_hashes": [digest.hex() for digest in event.digests]}
+        hashes = [digest.hex() for digest in event.digests]
+        return {"type": _REMOVED, "block_hashes": hashes, **_place_of(event)}
     return {"type": _CLEARED}
+
+
+def _place_of(event: BlocksStored | BlocksRemoved) -> dict[str, Any]:
+    tier = {} if event.tier == DEVICE else {"medium": MEDIA.get(event.tier, event.tier)}
+    return tier | ({"group_idx": event.group} if event.group else {})
 
 
 def read_rows(source: Source, options: ReadOptions, notes: Notes) -> Iterator[Row]:
@@ -65,7 +75,8 @@ def read_rows(source: Source, options: ReadOptions, notes: Notes) -> Iterator[Ro
     A stored event makes a request: its prompt is all blocks up to the event's last one. An event that goes on
     where the one before it ended belongs to the same request, as chunks of a prefill do. Output lengths are
     not in a log: one token is assumed. Prompts that were cached whole store nothing, so they are not there.
-    Events of other tiers than the GPU are left out and counted. Memory: one entry per block cached.
+    Events of other tiers than the GPU and of other groups of layers than the first are left out and counted.
+    Memory: one entry per block cached.
     """
     notes.assume("a log of stored blocks: prompts cached whole, partial blocks and outputs are not in it")
     notes.assume("1 output token per request")
@@ -76,6 +87,9 @@ def read_rows(source: Source, options: ReadOptions, notes: Notes) -> Iterator[Ro
         kind = place.text("type", event.get("type"))
         if event.get("medium") not in (None, "GPU"):
             notes.count("events of other tiers than the GPU left out")
+            continue
+        if event.get("group_idx") is not None and place.integer("group_idx", event["group_idx"], 0):
+            notes.count("events of other groups of layers than the first left out")
             continue
         arrival_s = None if stamp is None else clock.seconds(place, stamp)
         if kind == _STORED:

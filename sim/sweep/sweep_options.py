@@ -14,7 +14,16 @@ from pagedkv.sim.commands.replay_outputs import add_output_options
 from pagedkv.sim.replay import ReplaySetup
 from pagedkv.sim.sweep.grid import Point, Setting
 
-NOT_FOR_SWEEPS: Final = ("help", "trace", "limit", "seed", "hits_only", "bound", "measure_attention")
+NOT_FOR_SWEEPS: Final = (
+    "help",
+    "trace",
+    "limit",
+    "seed",
+    "hits_only",
+    "stream",
+    "bound",
+    "measure_attention",
+)
 """Options of a replay that are not one point's own, or whose times differ from run to run."""
 
 

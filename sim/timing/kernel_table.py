@@ -77,13 +77,15 @@ class KernelTable:
     @classmethod
     def from_csv(cls, path: Path, *, extrapolate: bool = False) -> KernelTable:
         """The table of a CSV file with the columns batch, context, seconds; others are ignored."""
-        with path.open(encoding="utf-8", newline="") as file:
-            try:
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
                 reader = csv.DictReader(file)
                 missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
                 rows = list(reader)
-            except (UnicodeDecodeError, csv.Error) as error:
-                raise PagedKVError(f"{path}: no table: {error}") from None
+        except OSError as error:
+            raise PagedKVError(f"cannot read {path}: {error.strerror or error}") from None
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise PagedKVError(f"{path}: no table: {error}") from None
         if missing:
             raise PagedKVError(f"{path}: no column {', '.join(missing)} (need {', '.join(COLUMNS)})")
         points = []

@@ -87,6 +87,11 @@ class MeasuredStepTime(StepTimeModel):
         ]
         self._tables = block_tables or _scattered(num_blocks, self.block_size)
 
+    @property
+    def attention_time(self) -> str:
+        """Measured."""
+        return "measured"
+
     def decode_kv_s(self, contexts: Contexts) -> float:
         """Seconds of attention in all layers, measured now."""
         if not len(contexts):

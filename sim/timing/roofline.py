@@ -137,6 +137,9 @@ class Roofline(StepTimeModel):
         num_samples = len(contexts) + num_ending
         decode_kv_s = self.decode_kv_s(contexts)
         growth_s = self.decode_kv_growth_s(contexts)
+        if not chunks:
+            fixed_s = self.fixed_s(num_tokens, num_samples)
+            return lambda k: fixed_s + (decode_kv_s + k * growth_s)
 
         def seconds(k: int) -> float:
             kv_s = decode_kv_s + k * growth_s

@@ -35,6 +35,11 @@ class StepTimeModel(ABC):
     that: ``steps_of_same_growth`` says how far it is worth trying, and the engine checks the last one.
     """
 
+    @property
+    def attention_time(self) -> str:
+        """Where the time of decode attention comes from: "modelled", "profiled" or "measured"."""
+        return "modelled"
+
     @abstractmethod
     def durations(self, contexts: Contexts, chunks: Sequence[Chunk] = (), num_ending: int = 0) -> Durations:
         """Seconds of the k-th of several steps that decode the same sequences and prefill the same prompts.

@@ -37,6 +37,11 @@ class TableStepTime(StepTimeModel):
         windows = [layer.window for layer in model.spec.layers]
         return cls(base, table, tuple((window, windows.count(window)) for window in dict.fromkeys(windows)))
 
+    @property
+    def attention_time(self) -> str:
+        """Profiled."""
+        return "profiled"
+
     def decode_kv_s(self, contexts: Contexts) -> float:
         """Seconds of attention in all layers. ``PagedKVError`` for a batch or context outside the table."""
         if not len(contexts):

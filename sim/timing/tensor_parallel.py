@@ -107,6 +107,11 @@ class TensorParallelStepTime(StepTimeModel):
         self._bytes_per_token = model.hidden_size * _ACTIVATION_BYTES
         self._bytes_per_sample = model.vocab_size * _ACTIVATION_BYTES
 
+    @property
+    def attention_time(self) -> str:
+        """As in ``base``."""
+        return self.base.attention_time
+
     def communication_s(self, num_tokens: int, num_samples: int) -> float:
         """Seconds of a step's all-reduces and of the gathering of its logits."""
         one = self.parallel.all_reduce_s(num_tokens * self._bytes_per_token)

@@ -167,6 +167,65 @@ def test_a_core_without_arrays_refuses_every_block() -> None:
     assert _core.Pool()._check(ids([1]), 0, 2) == -1
 
 
+@needs_core
+def test_calls_on_several_parts_refuse_what_does_not_belong_together() -> None:
+    """Foreign objects, parts without arrays or of other sizes, foreign ids and rows: with nothing changed."""
+    from pagedkv import _core
+    from pagedkv.native_block_pool import NativeBlockPool
+    from pagedkv.native_prefix_index import NativePrefixIndex
+    from pagedkv.policies.native_lru import NativeLRU
+
+    pool, index, order = NativeBlockPool(4), NativePrefixIndex(4, 2), NativeLRU()
+    BlockCache(4, 2, order)
+    parts = pool, index, order
+    lens, done, rows = (np.array(x, np.int64) for x in ([5, 3], [5, 3], [0, 1]))
+    table = np.array([[1, 2, 9], [3, 0, 0]], np.int32)
+    one, many, tails = ids([1]), ids([0, 0]), np.zeros((2, 2), np.int32)
+    pool.acquire(3)
+    wrong: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
+        (TypeError, "give_up", (index, index, order, one)),
+        (TypeError, "give_up", (pool, pool, order, one)),
+        (TypeError, "take", (pool, index, 7, many, one)),
+        (BlockError, "give_up", (_core.Pool(), _core.Index(), _core.Order(), one)),
+        (BlockError, "give_up", (NativeBlockPool(5), index, order, one)),
+        (BlockError, "take", (*parts, many, ids([5]))),
+        (BlockError, "cut_row", (*parts, table, lens, done, 2, 0)),
+        (BlockError, "cut_row", (*parts, table, lens, done, 0, 6)),
+        (BlockError, "cut_row", (*parts, table, np.array([9, 9]), done, 0, 0)),
+        (ValueError, "cut_row", (*parts, table, lens[:1], done, 0, 0)),
+        (TypeError, "cut_row", (*parts, table, lens.astype(np.int32), done, 0, 0)),
+        (BlockError, "plan_growth", (pool, _core.Index(), table, lens, rows, 1, tails)),
+        (BlockError, "plan_growth", (_core.Pool(), index, table, lens, rows, 1, tails)),
+        (BlockError, "plan_growth", (pool, index, table, lens, rows, 1, tails)),  # block 9
+        (BlockError, "plan_growth", (pool, index, table, lens, rows + 1, 1, tails)),
+        (BlockError, "plan_growth", (pool, index, table, -lens, rows, 1, tails)),
+        (BlockError, "plan_growth", (pool, index, table, lens, rows, 1, tails[:1])),
+        (BlockError, "grow_rows", (table, lens, rows, 2, 1, many)),
+        (BlockError, "grow_rows", (table, lens, rows[:1], 2, 2, one)),
+        (BlockError, "store_tokens", (index, table, lens + 2, lens, rows, many, many)),
+        (BlockError, "store_tokens", (index, table, lens, done - 9, rows, many, many)),
+        (BlockError, "store_tokens", (index, table, lens, done, rows, one, many)),
+        (BlockError, "commit_row", (_core.Index(), table, 0, 0, one)),
+        (BlockError, "commit_row", (index, table, 0, 4, one)),
+        (BlockError, "commit_row", (index, table, 0, 2, many)),  # behind a block that is not indexed
+        (BlockError, "commit_row", (index, table, 0, 5, many)),
+        (BlockError, "commit_row", (index, table, 2, 0, one)),
+    ]
+    arrays: list[Any] = [table, lens, done, pool.state, pool.ref_count]
+    before = [array.copy() for array in arrays]
+    for error, name, arguments in wrong:
+        with pytest.raises(error):
+            getattr(_core, name)(*arguments)
+    assert not _core.cut_row(*parts, table, lens, done, 0, 0)  # block 9: the pool says what is wrong
+    assert not _core.give_up(*parts, ids([1, 1]))
+    assert _core.take(*parts, np.empty(2, np.int32), ids([])) == -1  # nothing to evict
+    _core.grow_rows(table, lens.copy(), np.array([1, 1]), 2, 3, ids([4, 4, 4, 4])[:2])
+    table[1] = 3, 0, 0
+    for array, was in zip(arrays, before, strict=True):
+        assert np.array_equal(array, was)
+    assert not len(index) and not order.ids().size
+
+
 # -- which engine
 
 

@@ -1,18 +1,20 @@
 """The compiled core does what the numpy engine does, call by call, over random calls."""
 
+import importlib.util
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pagedkv import core
+from pagedkv import KVCacheManager, Media, Namespace, core, row_batches
 from pagedkv.block_cache import BlockCache
 from pagedkv.errors import BlockError, PagedKVError
 from pagedkv.numpy_block_pool import NumpyBlockPool
 from pagedkv.numpy_prefix_index import NumpyPrefixIndex
 from pagedkv.page_table import Int32Array
 from pagedkv.policies.numpy_lru import NumpyLRU
+from pagedkv.testing import snapshot
 
 needs_core = pytest.mark.skipif(core.missing() is not None, reason="no compiled core")
 
@@ -288,3 +290,152 @@ def test_both_orders_do_the_same(seed: int) -> None:
         assert results[0] == results[1], (name, arguments)
         assert orders[0].ids().tolist() == orders[1].ids().tolist()
         assert not orders[1]._kept.any()
+
+
+# -- rows of a batch
+
+
+def numpy_row_batches(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module as it is where there is no compiled core."""
+    spec = row_batches.__spec__
+    assert spec is not None and spec.loader is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "reason", lambda: "numpy is asked for")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+@needs_core
+@pytest.mark.parametrize("seed", range(4))
+def test_both_engines_plan_grow_and_store_the_same_rows(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same counts, tables and tokens over random batches, whatever the lengths."""
+    from pagedkv import _core
+    from pagedkv.native_block_pool import NativeBlockPool
+    from pagedkv.native_prefix_index import NativePrefixIndex
+
+    engines: list[Any] = [numpy_row_batches(monkeypatch), _core]
+    assert engines[0].plan_growth is not _core.plan_growth
+    rng = random.Random(seed)
+    max_seqs, width, num_blocks = 7, 5, 60
+    seen_shared = seen_full = seen_none_left = 0
+    for _ in range(400):
+        pool, index = NativeBlockPool(num_blocks), NativePrefixIndex(num_blocks, SIZE)
+        pool.ref_count[:] = [rng.randint(1, 2) for _ in range(num_blocks + 1)]
+        index.indexed[:] = [rng.random() < 0.2 for _ in range(num_blocks + 1)]
+        blocks = ids(rng.sample(range(1, num_blocks + 1), max_seqs * width)).reshape(max_seqs, width)
+        seq_len = np.array([rng.randint(0, 3 * SIZE) for _ in range(max_seqs)], np.int64)
+        committed = np.array([rng.randint(0, n) for n in seq_len], np.int64)
+        rows = np.array(rng.sample(range(max_seqs), rng.randint(0, max_seqs)), np.int64)
+        num_tokens, tokens = rng.randint(0, 5), ids([rng.randrange(99) for _ in rows])
+        found = []
+        for engine in engines:
+            table, lens = blocks.copy(), seq_len.copy()
+            shared, full = np.full((2, len(rows)), -1, np.int32), np.full(len(rows), -1, np.int32)
+            plan = engine.plan_growth(pool, index, table, lens, rows, num_tokens, shared)
+            blind = engine.plan_growth(pool, index, table, lens, rows, num_tokens, shared[:, :0])
+            assert blind == (*plan[:2], 0)
+            fresh = np.arange(100, 100 + plan[1], dtype=np.int32)
+            engine.grow_rows(table, lens, rows, SIZE, num_tokens, fresh)
+            index.tokens[:] = -1
+            num_full = engine.store_tokens(index, blocks, seq_len, committed, rows, tokens, full)
+            stored = index.tokens.tolist()
+            found.append(
+                (plan, table.tolist(), lens.tolist(), shared.tolist(), num_full, full.tolist(), stored)
+            )
+        assert found[0] == found[1]
+        seen_shared += found[0][0][2]
+        seen_full += max(0, found[0][4])
+        seen_none_left += found[0][4] == -1
+    assert min(seen_shared, seen_full, seen_none_left) > 20
+
+
+# -- one compiled call, or several
+
+
+def stepwise(manager: KVCacheManager) -> KVCacheManager:
+    """The same manager, told to do in steps what it could do in one compiled call."""
+    assert manager._cache._all_compiled
+    manager._cache._all_compiled = False
+    return manager
+
+
+@needs_core
+@pytest.mark.skipif(core.engine() != "native", reason="only the compiled core has such calls")
+@pytest.mark.parametrize("quiet", [True, False], ids=["quiet", "watched"])
+@pytest.mark.parametrize("seed", range(6))
+def test_one_compiled_call_does_what_the_steps_do(seed: int, quiet: bool) -> None:
+    """The same answers, ids, events and arrays over random calls on pools that are always too small."""
+    rng = random.Random(seed)
+    size = 2
+    num_blocks = rng.choice([8, 12, 30])
+    both = [
+        KVCacheManager(num_blocks, size, max_seqs=5),
+        stepwise(KVCacheManager(num_blocks, size, max_seqs=5)),
+    ]
+    if not quiet:
+        for manager in both:
+            manager.events.record()
+    first = both[0]
+    fences: list[int] = []
+
+    def same(name: str, *arguments: Any, **options: Any) -> Any:
+        results = []
+        for manager in both:
+            of: Any = manager
+            *parts, method = name.split(".")
+            for part in parts:
+                of = getattr(of, part)
+            try:
+                results.append(getattr(of, method)(*arguments, **options))
+            except PagedKVError as error:
+                results.append((type(error), str(error)))
+        assert str(results[0]) == str(results[1]), (name, arguments)
+        return results[0]
+
+    def text(count: int) -> list[int]:
+        return [rng.randrange(2) for _ in range(count)]
+
+    for number in range(1_200):
+        names = first.tables.seq_ids
+        kind = rng.choice(
+            ["open", "open", "step", "step", "commit", "close", "fork", "truncate", "fence", "copies"]
+        )
+        if kind == "open":
+            options: dict[str, Any] = {"partial_hits": rng.random() < 0.3}
+            if not quiet and rng.random() < 0.3:
+                options |= {"namespace": Namespace("tenant"), "media": [Media(0, "cat")]}
+            same("open", number, text(rng.randint(1, 4 * size)), **options)
+        elif kind == "fence":
+            if fences and rng.random() < 0.9:
+                same("fences.signal", fences.pop(rng.randrange(len(fences))))
+            elif len(fences) < 2:
+                fences.append(same("fences.open"))
+        elif kind == "copies":
+            same("copies.take")
+        elif names:
+            name = rng.choice(names)
+            left = first.tables.num_tokens(name) - first.tables.num_committed(name)
+            if kind == "step":
+                batch = rng.sample(names, rng.randint(1, len(names)))
+                same("step", batch, rng.randint(0, 2))
+                same("commit_step", batch, text(len(batch)))
+            elif kind == "commit":
+                same("commit", name, text(rng.randint(0, left + (rng.random() < 0.1))))
+            elif kind == "fork":
+                same("fork", name, number)
+            elif kind == "truncate":
+                same("truncate", name, rng.randint(0, first.tables.num_tokens(name)))
+            else:
+                same("close", name)
+        for name in first.tables.seq_ids:
+            same("tables.block_ids", name)
+        both[0]._cache._all_compiled = False  # compared as well
+        assert snapshot(both[0]) == snapshot(both[1]), (number, kind)
+        both[0]._cache._all_compiled = True
+        for manager in both:
+            manager.check_invariants()
+    if not quiet:
+        same("events.take")
+    stats = first.stats()
+    assert min(stats.evicted_blocks, stats.copied_blocks, stats.hit_blocks) > 5

@@ -24,7 +24,7 @@ from pagedkv.event_batches import (
 )
 from pagedkv.event_follower import BatchFollower
 from pagedkv.event_ring import BatchRing
-from pagedkv.events import BlocksCleared, BlocksRemoved, BlocksStored, Event
+from pagedkv.events import HOST, BlocksCleared, BlocksRemoved, BlocksStored, Event
 from pagedkv.testing import random_walk
 
 HASHES, LAYOUTS = get_args(HashKind), get_args(Layout)
@@ -158,7 +158,7 @@ def test_maps_are_what_current_readers_decode() -> None:
     assert isinstance(first, StoredMap)
     assert first.block_hashes == [int.from_bytes(parent[24:], "big"), int.from_bytes(child[24:], "big")]
     assert (first.parent_block_hash, first.token_ids, first.block_size) == (None, [1, 2, 3, 4], 2)
-    assert (first.lora_id, first.medium, first.lora_name) == (None, "CPU", None)
+    assert (first.lora_id, first.medium, first.lora_name, first.group_idx) == (None, "CPU", None, 0)
     assert isinstance(second, StoredMap)
     assert second.parent_block_hash == first.block_hashes[0] == int_hash(parent)
     assert isinstance(message.events[2], RemovedMap)
@@ -187,8 +187,10 @@ def test_arrays_are_what_older_readers_decode() -> None:
         None,
         "GPU",
         None,
+        None,
+        0,
     ]
-    assert raw[1][2] == ["BlockRemoved", list(digests_of(a_stream()[2])), "GPU"]
+    assert raw[1][2] == ["BlockRemoved", list(digests_of(a_stream()[2])), "GPU", 0]
 
 
 @pytest.mark.parametrize("hashes", HASHES)
@@ -463,3 +465,26 @@ def test_importing_the_module_needs_no_msgspec() -> None:
     code = "import sys, pagedkv.event_batches; print({'msgspec', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@every_format
+def test_other_tiers_have_a_medium_of_their_own(wire: WireFormat) -> None:
+    """The host is "CPU", as routers expect it; another tier keeps its name. Snapshots tell of all tiers."""
+    stored = a_stream()[0]
+    assert isinstance(stored, BlocksStored)
+    events: list[Event] = [
+        stored._replace(number=0),
+        stored._replace(number=1, tier=HOST),
+        stored._replace(number=2, tier="disk"),
+        BlocksRemoved(3, stored.digests[1:]),
+    ]
+    ring, follower, late = BatchRing(3, wire), BatchFollower(), BatchFollower()
+    batch = ring.publish(events, 0.0)
+    assert batch is not None
+    assert b"GPU" in batch.payload and b"CPU" in batch.payload and b"disk" in batch.payload
+    follower.read(batch)
+    late.resync(ring.snapshot(0.0))
+    for reader in (follower, late):
+        reader.check(ring.digests)
+        assert {tier: len(known) for tier, known in reader.index.others.items()} == {HOST: 2, "disk": 2}
+        assert len(reader.index.digests) == 1

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pagedkv import KVCacheManager, Media, Namespace, PagedKVError, prefix_digests
-from pagedkv.events import BlocksRemoved, BlocksStored
+from pagedkv.events import DEVICE, HOST, BlocksCleared, BlocksRemoved, BlocksStored
+from pagedkv.swap import SwapSpace
 from pagedkv.testing import ShadowIndex
 
 
@@ -195,3 +196,74 @@ def test_nothing_is_recorded_unless_asked() -> None:
     manager = KVCacheManager(4, 2)
     stored(manager, "a", [1, 2])
     assert manager.events.take() == []
+
+
+def test_every_event_of_the_manager_says_that_it_is_about_the_device() -> None:
+    """Stored and removed, whatever the reason."""
+    manager = recording(num_blocks=2)
+    stored(manager, "a", [1, 2, 3, 4])
+    manager.close("a")
+    stored(manager, "b", [5, 6, 7])
+    events = manager.events.take()
+    assert {type(event) for event in events} == {BlocksStored, BlocksRemoved}
+    assert {event.tier for event in events if not isinstance(event, BlocksCleared)} == {DEVICE}
+
+
+def test_the_keeper_of_another_tier_reports_into_the_same_stream() -> None:
+    """Numbers go on without a gap; a follower keeps the tiers apart, and a reset clears both."""
+    manager, follower = recording(), ShadowIndex()
+    stored(manager, "a", [1, 2, 3, 4, 5])
+    (event,) = manager.events.take()
+    assert isinstance(event, BlocksStored)
+    follower.apply(event)
+    manager.events.report(event._replace(tier=HOST))
+    manager.events.report(BlocksRemoved(-1, event.digests[:1], "capacity", tier=HOST))
+    for number, reported in enumerate(manager.events.take(), 1):
+        assert reported.number == number
+        follower.apply(reported)
+    assert follower.digests == set(event.digests) == manager.events.digests()
+    assert follower.others == {HOST: set(event.digests[1:])}
+    manager.close("a")
+    assert manager.maintenance.reset()
+    for last in manager.events.take():
+        follower.apply(last)
+    assert not follower.digests and not follower.others
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        BlocksRemoved(1, (b"x",), tier=HOST),
+        BlocksStored(1, None, (b"a",), np.zeros((1, 2), np.int32), tier=HOST),
+    ],
+)
+def test_a_follower_finds_what_a_tier_says_wrongly(wrong: BlocksRemoved | BlocksStored) -> None:
+    """Removed without being there, or stored twice."""
+    follower = ShadowIndex()
+    follower.apply(BlocksStored(0, None, (b"a",), np.zeros((1, 2), np.int32), tier=HOST))
+    with pytest.raises(AssertionError, match="in host"):
+        follower.apply(wrong)
+
+
+def test_nobody_but_the_manager_speaks_for_the_device() -> None:
+    """And nobody at all before events are recorded."""
+    silent = KVCacheManager(4, 2)
+    with pytest.raises(PagedKVError, match="not recorded"):
+        silent.events.report(BlocksRemoved(0, (b"x",), tier=HOST))
+    manager = recording()
+    for event in (BlocksRemoved(0, (b"x",)), BlocksCleared(0)):
+        with pytest.raises(PagedKVError, match="in another tier"):
+            manager.events.report(event)  # type: ignore[arg-type]
+    assert manager.events.take() == []
+
+
+def test_a_swapped_sequence_is_not_announced_on_the_host() -> None:
+    """Nobody else could hit it there; what stays cached on the device was told already."""
+    manager = recording()
+    space = SwapSpace(manager, num_host_blocks=4)
+    stored(manager, "a", [1, 2, 3])
+    told = manager.events.take()
+    out = space.swap_out("a")
+    assert out is not None
+    space.done(out.transfer)
+    assert len(told) == 1 and manager.events.take() == []

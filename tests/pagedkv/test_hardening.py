@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from pagedkv import (
+    BlockError,
     BlockPool,
     KVCacheManager,
     Media,
     Namespace,
+    NeverFits,
     PagedKVError,
     SequenceError,
     SwapSpace,
@@ -23,7 +25,7 @@ from pagedkv.content import as_token_array
 from pagedkv.namespace import ExtraKeys
 from pagedkv.policies.lru import LRU
 from pagedkv.prefix_index import PrefixIndex
-from pagedkv.testing import snapshot
+from pagedkv.testing import CheckedManager, snapshot
 
 
 def opened(tokens: list[int], **options: Any) -> KVCacheManager:
@@ -188,11 +190,17 @@ def test_empty_media_of_any_type_are_none() -> None:
 
 def test_a_fence_whose_release_fails_keeps_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that raises once loses no block: the next signal gives it up."""
-    manager = opened([1, 2, 3, 4])
+
+    class Fussy(LRU):
+        pass
+
+    manager = KVCacheManager(8, 2, policy=Fussy())
+    manager.open("a", [1, 2, 3, 4])
+    manager.commit("a", [1, 2, 3, 4])
     fences = [manager.fences.open(), manager.fences.open()]
     manager.close("a")
     with monkeypatch.context() as patch:
-        patch.setattr(LRU, "make_room", lambda self, count: (_ for _ in ()).throw(RuntimeError("policy")))
+        patch.setattr(Fussy, "make_room", lambda self, count: (_ for _ in ()).throw(RuntimeError("policy")))
         manager.fences.signal(fences[1])
         with pytest.raises(RuntimeError, match="policy"):
             manager.fences.signal(fences[0])
@@ -214,3 +222,118 @@ def test_counts_that_somebody_overwrote_do_not_reach_memory() -> None:
         assert isinstance(pool, NativeBlockPool) and not pool._acquire(
             np.empty(5, np.int32), ids[:0], ids[:0]
         )
+
+
+needs_core = pytest.mark.skipif(core.engine() != "native", reason="only the compiled core has such calls")
+
+
+def backwards(count: int, dtype: Any = np.int32) -> Any:
+    """Every second item from the end: who writes there side by side leaves the array."""
+    return np.zeros(2 * count, dtype)[::-2]
+
+
+def read_only(count: int, dtype: Any = np.int32) -> Any:
+    array = np.zeros(count, dtype)
+    array.setflags(write=False)
+    return array
+
+
+@needs_core
+@pytest.mark.parametrize("make", [backwards, read_only])
+@pytest.mark.parametrize("call", ["match", "walk", "climb", "grow", "first", "table", "acquire", "release"])
+def test_the_core_writes_to_no_array_with_gaps_and_to_none_that_is_read_only(
+    call: str, make: Callable[..., Any]
+) -> None:
+    """An answer written side by side into an array that is not would end up outside of it."""
+    from pagedkv import _core
+
+    manager = opened(list(range(8)))
+    cache: Any = manager._cache
+    index, pool, order, two = cache.index, cache.pool, cache.policy, np.array([1, 2], np.int32)
+    tokens, zeros = np.arange(8, dtype=np.int32).reshape(2, 4), np.zeros(2, np.int32)
+    if call == "first":
+        manager.close("a")
+    before = snapshot(manager)
+    if call in ("acquire", "release"):
+        kept = np.ones(2, np.bool_)
+        calls: dict[str, Callable[[], Any]] = {
+            "acquire": lambda: pool._acquire(make(2), zeros[:0], zeros[:0]),
+            "release": lambda: pool._release(two, kept, make(2)) >= 0,
+        }
+        assert calls[call]() is False  # the numpy engine then gets the call
+    else:
+        links = [np.zeros(8, np.int32) for _ in range(4)]
+        arrays = [np.zeros((8, 4), np.int32), np.zeros(8, np.int32), np.zeros(8, np.bool_), *links]
+        calls = {
+            "match": lambda: index._match(tokens, zeros, 0, make(2)),
+            "walk": lambda: index._walk(0, make(2)),
+            "climb": lambda: index._climb(2, make(2)),
+            "grow": lambda: index._grow(two + np.int32(2), two, make(2, np.bool_)),
+            "first": lambda: order._first(zeros[:0], make(2)),
+            "table": lambda: _core.Index()._attach(7, 4, *arrays, make(16, np.uint64), 0, 0),
+        }
+        with pytest.raises((ValueError, BufferError)):
+            calls[call]()
+    assert snapshot(manager) == before
+
+
+@needs_core
+def test_the_core_looks_at_rows_after_all_numbers_are_read() -> None:
+    """What turns into a number may run code, which may change what was checked before."""
+    from pagedkv import _core
+
+    cache: Any = KVCacheManager(8, 4)._cache
+    table, lens = np.ones((3, 2), np.int32), np.array([4, 4, 4], np.int64)
+    rows, fresh = np.zeros(1, np.int64), np.ones(1, np.int32)
+
+    class Changing:
+        def __index__(self) -> int:
+            rows[0] = 2
+            return 4
+
+    number: Any = Changing()
+
+    with pytest.raises(BlockError, match="row 2 of a table of 2"):
+        _core.plan_growth(
+            cache.pool, cache.index, table[:2], lens[:2], rows, number, np.zeros((2, 1), np.int32)
+        )
+    rows[0] = 0
+    with pytest.raises(BlockError, match="row 2 of a table of 2"):
+        _core.grow_rows(table[:2], lens[:2], rows, 4, number, fresh)
+    assert lens.tolist() == [4, 4, 4]
+
+
+@needs_core
+@pytest.mark.parametrize("length", [2**63 - 1, 2**63 - 4])
+def test_lengths_that_no_row_has_do_not_wrap_around(length: int) -> None:
+    """Rounded up to whole blocks, the longest would be negative, and everything fit."""
+    from pagedkv import _core
+
+    cache: Any = KVCacheManager(8, 4)._cache
+    parts, table = (cache.pool, cache.index, cache.policy), np.zeros((1, 2), np.int32)
+    lens, done, rows = np.array([length], np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    with pytest.raises(BlockError, match="a table of 2 blocks a row"):
+        _core.cut_row(*parts, table, lens, done, 0, 5)
+    with pytest.raises(BlockError, match=f"row 0 has {length} tokens"):
+        _core.plan_growth(cache.pool, cache.index, table, lens, rows, 9, np.zeros((2, 0), np.int32))
+    with pytest.raises(BlockError, match=f"row 0 has {length} tokens"):
+        _core.grow_rows(table, lens, rows, 4, 9, np.zeros(0, np.int32))
+    assert lens.tolist() == [length]
+
+
+@pytest.mark.parametrize("more", [2**31 - 1, 2**31, 2**33 - 2, 2**33, 2**40, 2**70])
+def test_growth_that_no_int32_can_say_never_fits(more: int) -> None:
+    """A long ``max_seq_len`` of large blocks: both engines say what is wrong in the same words."""
+    manager = KVCacheManager(4, 2**20, max_seqs=2, max_seq_len=2**33)
+    manager.open("a", [1, 2])
+    with pytest.raises(NeverFits, match=f"^{more + 2} tokens can never fit"):
+        manager.append("a", more)
+
+
+def test_a_checked_manager_takes_drafts_of_several_lengths() -> None:
+    """As the manager does: a row of tokens for each sequence, however long."""
+    checked = CheckedManager(KVCacheManager(8, 4))
+    for name in "ab":
+        checked.open(name, [1, 2, 3])
+    checked.commit_step(["a", "b"], [[1, 2, 3], [1]], num_accepted=[3, 1])
+    assert [checked.tables.num_tokens(name) for name in "ab"] == [3, 1]

@@ -442,12 +442,23 @@ OPERATIONS: dict[str, Operation] = {
     "retention.pin": lambda m, rng: m.retention.pin(any_id(m, rng)),
 }
 
+CUT = (
+    "pagedkv.page_table:PageTable.beyond",
+    "pagedkv.block_pool:BlockPool.release",
+    "pagedkv.block_pool:BlockPool._require",
+)
+TAKE = (
+    "pagedkv.policies.lru:LRU.first",
+    "pagedkv.policies.lru:LRU._oldest",
+    "pagedkv.block_pool:BlockPool.acquire",
+)
 INNER = {
-    "open": ("pagedkv.policies.lru:LRU._oldest", "pagedkv.block_pool:BlockPool._require"),
-    "step": ("pagedkv.policies.lru:LRU._oldest",),
-    "fork": ("pagedkv.block_pool:BlockPool._require",),
-    "truncate": ("pagedkv.block_pool:BlockPool._require",),
-    "close": ("pagedkv.block_pool:BlockPool._require",),
+    "open": (*TAKE, "pagedkv.block_pool:BlockPool._require"),
+    "append": TAKE,
+    "step": TAKE,
+    "fork": TAKE[2:] + CUT[2:],
+    "truncate": CUT,
+    "close": CUT,
 }
 """Steps that only the numpy engine has."""
 
@@ -461,7 +472,7 @@ POINTS = [
 ]
 
 NUMPY = ["concatenate", "arange", "flatnonzero", "unique", "where", "zeros"]
-PLANNING = {"match", "first", "acquire", "shared_tails"}
+PLANNING = {"match", "first", "acquire", "plan_growth", "shared_tails"}
 """While one of these runs, the operations tested have changed nothing yet, or can take it back."""
 CHANGING = {"_forget", "discard", "replace"}
 """Unless it has come to one of these."""
@@ -620,7 +631,7 @@ def test_a_commit_that_failed_leaves_no_media_behind() -> None:
 
 def test_an_open_that_failed_to_evict_can_be_run_again() -> None:
     """Behind the pool's own change too: what the index allocates for a removal grows with the victims."""
-    manager = KVCacheManager(2, 4)
+    manager = KVCacheManager(2, 4, policy="fifo")
     manager.open("a", range(8))
     manager.commit("a", range(8))
     manager.close("a")

@@ -274,10 +274,12 @@ def test_slots_do_not_overflow_32_bits(block: int) -> None:
 
 
 def test_a_row_is_cleared_and_reused_last_in_first_out() -> None:
-    """Removing a sequence zeroes its row, and the next sequence gets that row."""
+    """Cutting a sequence to nothing zeroes its row, and the next sequence gets that row."""
     table = PageTable(3, 2, 4)
     first = add(table, "a", [7, 8], 5)
     add(table, "b", [9], 2)
+    assert table.beyond(first, 4).tolist() == [8]
+    table.cut(first, 0)
     table.remove("a")
     assert (table.blocks[first].tolist(), table.seq_len[first]) == ([0, 0], 0)
     assert (len(table), "a" in table, table.seq_ids, table.num_free_rows) == (1, False, ["b"], 2)

@@ -360,6 +360,11 @@ def test_the_walk_finds_a_swap_space_with_this_bug(bug: type[SwapSpace]) -> None
 
 # -- failures injected
 
+
+class EveryStep(LRU):
+    """An LRU that is told of every step, compiled core or not."""
+
+
 POINTS: dict[str, list[tuple[Any, str]]] = {
     "swap_out": [
         (BlockPool, "acquire"),
@@ -409,7 +414,7 @@ def test_running_out_of_memory_leaves_both_pools_as_they_were(
         return original(*args, **kwargs)
 
     def prepared() -> SwapSpace:
-        manager = KVCacheManager(8, 2)
+        manager = KVCacheManager(8, 2, policy=EveryStep())
         for seq_id, tokens in (("0", [1, 2, 3, 4, 5]), ("1", [1, 2, 9])):
             manager.open(seq_id, tokens)
             manager.commit(seq_id, tokens[manager.tables.num_committed(seq_id) :])

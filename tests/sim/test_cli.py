@@ -161,7 +161,7 @@ class TestReplay:
         assert (inputs["seed"], inputs["limit"], inputs["speed"]) == (0, 5, 1.0)
         assert inputs["memory_utilization"] is None
         hits = json.loads(printed(capsys, "replay", "--hits-only", "--limit", 5, "--json", "-"))
-        assert hits["inputs"] == {"seed": 0, "limit": 5, "policy": "lru"}
+        assert hits["inputs"] == {"seed": 0, "limit": 5, "trace_notes": [], "policy": "lru"}
         assert hits["pagedkv_version"] == __version__
 
     def test_blocks_of_16_are_told_from_blocks_of_512(self, capsys: Capture, tmp_path: Path) -> None:

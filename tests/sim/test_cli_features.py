@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from pagedkv.sim.cli import main
+from pagedkv.sim.output.result_file import result_schema
 
 Capture = pytest.CaptureFixture[str]
 
 SWAP = ("--preemption", "swap", "--host-memory", "64GiB", "--host-bandwidth", "25GB")
+HOST = ("--host-cache", "500GiB", "--host-bandwidth", "60GB")
+DISK = ("--disk-cache", "1TB", "--disk-read-bandwidth", "7GB", "--disk-write-bandwidth", "5GB")
 KV = ("--disaggregate", "--kv-bandwidth", "50GB")
 TP = ("--tensor-parallel", "2", "--tp-bandwidth", "450GB", "--tp-latency-us", "5")
 
@@ -63,12 +66,42 @@ def test_swapping_says_what_went_over_the_link(capsys: Capture) -> None:
 def test_a_host_cache_says_what_it_brought_back(capsys: Capture) -> None:
     """A pool that forgets, and a host that does not."""
     options = ("--num-blocks", "7000", "--gpu", "h100")
-    cache = ("--host-cache", "500GiB", "--host-bandwidth", "60GB")
-    found = document(capsys, *options, *cache, requests=120)
+    found = document(capsys, *options, *HOST, requests=120)
     tier = found["features"]["host_tier"]
     assert tier["tokens_loaded"] > 0
     assert tier["bytes_in"] == tier["tokens_loaded"] * found["inputs"]["bytes_per_token"]
     assert tier["bytes_on_link"] == tier["bytes_in"] + tier["bytes_out"]
+
+
+def test_a_disk_says_what_it_brought_back(capsys: Capture) -> None:
+    """A device and a host that forget, and a disk that does not: fewer tokens are computed."""
+    options = ("--num-blocks", "7000", "--gpu", "h100", "--host-cache", "16GiB", "--host-bandwidth", "60GB")
+    without = document(capsys, *options, requests=120)
+    found = document(capsys, *options, *DISK, requests=120)
+    disk, size = found["features"]["disk_tier"], found["inputs"]["bytes_per_block"]
+    assert disk["bytes_in"] == disk["tokens_read"] * found["inputs"]["bytes_per_token"] > 0
+    assert disk["bytes_out"] % size == 0 < disk["bytes_out"]
+    assert disk["read_busy_s"] == pytest.approx(disk["bytes_in"] / 7e9)
+    assert disk["write_busy_s"] == pytest.approx(disk["bytes_out"] / 5e9)
+    loaded = [d["features"]["host_tier"]["tokens_loaded"] for d in (without, found)]
+    assert loaded[0] < loaded[1]
+
+
+def test_a_budget_makes_steps_shorter_and_caches_smaller(capsys: Capture) -> None:
+    """Decoding reads 1,024 tokens of each context; which of them stay changes neither bytes nor times."""
+    options = ("--no-prefix-caching",)
+    plain = document(capsys, *options)
+    some = [
+        document(capsys, *options, "--kv-budget", "1030", "--kv-keep", rule)
+        for rule in ("streaming", "heavy-hitters")
+    ]
+    for found in some:
+        assert found["features"]["kv_budget"]["tokens_per_sequence"] == 1024
+        assert found["features"]["kv_budget"]["blocks_dropped"] > 0
+        assert found["latency_s"] == some[0]["latency_s"]
+        assert found["cache"]["bytes"] == some[0]["cache"]["bytes"]
+        assert found["latency_s"]["itl"]["mean"] < plain["latency_s"]["itl"]["mean"]
+        assert found["cache"]["bytes"]["mean_active"] < plain["cache"]["bytes"]["mean_active"]
 
 
 def test_speculation_makes_fewer_steps(capsys: Capture) -> None:
@@ -104,6 +137,14 @@ def test_disaggregation_says_what_was_sent(capsys: Capture) -> None:
     sent = figures["bytes_on_link"] // block * 16 + figures["hit_tokens_not_sent"]
     assert found["tokens"]["input"] <= sent <= found["tokens"]["input"] + 16 * found["inputs"]["requests"]
     assert figures["link_busy_s"] == pytest.approx(figures["bytes_on_link"] / 50e9)
+
+
+def test_a_hybrid_pool_takes_policies_swaps_and_partial_hits(capsys: Capture) -> None:
+    """Host blocks are counted in the bytes of the pool's own blocks."""
+    more = ("--hybrid", "--policy", "lfu", "--coalesce", "--partial-hits", *SWAP)
+    found = document(capsys, "--model", "gpt-oss-20b", "--limit", "20", *more)
+    assert found["inputs"]["hybrid"] and found["inputs"]["policy"] == "lfu"
+    assert {"swapping", "coalescing", "partial_hits"} <= set(found["features"])
 
 
 def test_a_hybrid_pool_holds_fewer_bytes(capsys: Capture) -> None:
@@ -158,6 +199,15 @@ def test_all_together_are_shown_in_a_table(capsys: Capture) -> None:
         (("--host-bandwidth", "9GB"), "--host-bandwidth needs --preemption swap, or --host-cache"),
         (("--host-cache", "9GB"), "--host-cache needs --host-bandwidth"),
         (("--host-cache", "9GB", "--no-prefix-caching"), "leave out --no-prefix-caching"),
+        (DISK, "--disk-cache keeps what leaves the host: it needs --host-cache"),
+        (DISK[2:], "--disk-read-bandwidth, --disk-write-bandwidth needs --disk-cache"),
+        ((*HOST, *DISK[:4]), "--disk-cache needs --disk-write-bandwidth"),
+        ((*HOST, "--disk-cache", "9", *DISK[2:]), "--disk-cache holds no block"),
+        (("--kv-keep", "streaming"), "--kv-keep needs --kv-budget"),
+        (("--kv-budget", "47"), "must hold 3 blocks of 16 tokens"),
+        (("--kv-budget", "64", *SWAP), "--kv-budget does not go with swapping"),
+        (("--kv-budget", "64", "--hybrid"), "--kv-budget does not go with --hybrid"),
+        (("--kv-budget", "64", "--kv-keep", "luck"), "invalid choice: 'luck'"),
         (("--host-memory", "9GB"), "--host-memory needs --preemption swap or auto"),
         (("--drafts", "3"), "--drafts needs --accept-rate"),
         (("--accept-rate", "0.3"), "--accept-rate needs --drafts"),
@@ -168,7 +218,7 @@ def test_all_together_are_shown_in_a_table(capsys: Capture) -> None:
         (("--tp-latency-us", "3"), "--tp-latency-us needs --tensor-parallel N of 2 or more"),
         (("--disaggregate",), "--disaggregate needs --kv-bandwidth"),
         (("--kv-bandwidth", "9GB"), "--kv-bandwidth needs --disaggregate"),
-        (("--hybrid", "--coalesce", *KV), "--coalesce, --disaggregate does not go with --hybrid"),
+        (("--hybrid", "--watermark", "0.1", *KV), "--watermark, --disaggregate does not go with --hybrid"),
         (("--queue", "lifo"), "argument --queue: invalid choice: 'lifo'"),
         (("--hits-only", "--coalesce"), "leave out --coalesce"),
     ],
@@ -178,3 +228,40 @@ def test_options_that_do_not_go_together_are_named(
 ) -> None:
     """In one line, before anything runs."""
     assert message in refusal(capsys, *options)
+
+
+def unnamed(value: Any, schema: dict[str, Any], place: str = "") -> list[str]:
+    """Entries of a document that the schema does not name."""
+    if "$ref" in schema:
+        schema = result_schema()["$defs"][schema["$ref"].rpartition("/")[2]]
+    if not isinstance(value, dict):
+        return []
+    known, found = schema.get("properties", {}), []
+    for name, item in value.items():
+        inside = known.get(name)
+        if inside is None and place not in (".formulas", ".goodput.slo_s", ".goodput.met_alone"):
+            found.append(f"{place}.{name}")
+        found.extend(unnamed(item, inside or {}, f"{place}.{name}"))
+    return found
+
+
+def test_the_schema_names_every_entry_of_every_feature(capsys: Capture, tmp_path: Path) -> None:
+    """Inputs and figures, with everything on that goes together; a table is needed to say so."""
+    path = tmp_path / "small.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"format": "pagedkv-trace", "version": 1},
+        {"arrival_s": 0, "input_len": 300, "output_len": 5, "session": "a", "deadline_s": 9},
+        {"arrival_s": 0, "input_len": 300, "output_len": 5, "session": "a", "think_s": 7.5},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = ("--drafts", "2", "--accept-rate", "0.5", "--coalesce", "--partial-hits", "--prefill-first")
+    tier = ("--host-cache", "9GB", "--host-bandwidth", "25GB", *DISK, "--kv-budget", "64")
+    schema, features = result_schema()["$defs"]["pagedkv.replay-1"], set[str]()
+    for options in ((*SWAP, *KV, *TP, *more, "--slo", "ttft=1"), tier):
+        assert main(["replay", str(path), *options, "--json", "-"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert unnamed(found, schema) == []
+        features |= set(found["features"])
+    assert features == set(schema["properties"]["features"]["properties"])
+    assert main(["replay", str(path), "--hits-only", "--json", "-"]) == 0
+    assert unnamed(json.loads(capsys.readouterr().out), result_schema()["$defs"]["pagedkv.hits-1"]) == []

@@ -19,12 +19,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv.errors import NeverFits, PagedKVError
+from pagedkv.events import BlocksRemoved, BlocksStored
 from pagedkv.manager import KVCacheManager
 from pagedkv.opened import Opened
 from pagedkv.sim.engine.disaggregation import Disaggregated, TransferSettings
+from pagedkv.sim.engine.disk_tier import DiskTierSettings
 from pagedkv.sim.engine.engine import Engine, EngineConfig
 from pagedkv.sim.engine.host_tier import HostTierSettings
 from pagedkv.sim.engine.hybrid_pool import HybridPool
+from pagedkv.sim.engine.kv_budget import RULES, KVBudget
 from pagedkv.sim.engine.link import LinkSpeed
 from pagedkv.sim.engine.speculation import Speculation
 from pagedkv.sim.engine.swapping import SwapSettings
@@ -62,6 +65,8 @@ class Request:
     generated: int = 0
     computed: int = 0
     committed: int = 0
+    blocks: list[int] = field(default_factory=list)  # of its context, those that it has not dropped
+    dropped: int = 0
     decoding: bool = False
     coming: bool = False
     token_times: list[float] = field(default_factory=list)
@@ -123,7 +128,7 @@ class SlowEngine:
                 "deadline": float(deadline_s),
             }[config.queue]
         self.now, self.preemptions, self.peak, self.steps = 0.0, 0, 0, 0
-        self.hit_tokens = self.accepted = self.drafted = 0
+        self.hit_tokens = self.accepted = self.drafted = self.dropped_blocks = 0
         self.running: list[Request] = []  # in the order of admission
         self.decoding: list[Request] = []  # in the order in which prefills ended
         self.waiting: list[Request] = []
@@ -132,13 +137,23 @@ class SlowEngine:
         self.coming: list[tuple[float, Request, Callable[[], None]]] = []
         self.seen: list[Request] = []  # who has been admitted before
         if config.swap is not None:
-            self.space = SwapSpace(manager, config.swap.num_host_blocks)
+            hosted = config.swap.num_host_blocks
+            hybrid = isinstance(manager, HybridPool)
+            self.space = manager.swap_space(hosted) if hybrid else SwapSpace(manager, hosted)
         self.tier: KVCacheManager | None = None
         self.stored = self.loaded = 0
         self.writes: list[tuple[float, int]] = []
         if config.host_tier is not None:
             size = manager.block_size
             self.tier = KVCacheManager(config.host_tier.num_blocks, size, max_seqs=config.max_batch + 1)
+        self.disk: KVCacheManager | None = None
+        self.disk_free_s = 0.0
+        self.read = self.written = 0
+        self.reading: list[tuple[float, Request, Callable[[], None]]] = []
+        self.paths: dict[bytes | None, tuple[int, ...]] = {None: ()}  # of what is on the host, by digest
+        if config.disk_tier is not None and self.tier is not None:
+            self.disk = KVCacheManager(config.disk_tier.num_blocks, size, max_seqs=config.max_batch + 1)
+            self.tier.events.record()
 
     @property
     def k(self) -> int:
@@ -165,7 +180,7 @@ class SlowEngine:
     @property
     def events(self) -> list[float]:
         known = [r.comes_s for r in self.expected] + [done_s for done_s, _, _ in self.coming]
-        return known + [done_s for done_s, _ in self.writes]
+        return known + [done_s for done_s, _ in self.writes] + [item[0] for item in self.reading]
 
     def end_writes(self, now_s: float) -> None:
         for done_s, pin in list(self.writes):
@@ -186,9 +201,12 @@ class SlowEngine:
 
     def receive(self) -> None:
         """Who has come by now takes a seat; who is back from the host runs."""
-        for item in sorted(self.coming, key=lambda item: item[0]):
-            if item[0] <= self.now:
-                self.end_writes(item[0])
+        while due := [item for item in [*self.coming, *self.reading] if item[0] <= self.now]:
+            item = min(due, key=lambda item: item[0])
+            self.end_writes(item[0])
+            if item in self.reading:
+                self.send(item)
+            else:
                 self.is_back(item)
         self.end_writes(self.now)
         for request in sorted(self.expected, key=lambda r: (r.comes_s, r.number)):
@@ -250,24 +268,91 @@ class SlowEngine:
             return False
         self.note_hit(request, opened.num_cached_tokens)
         request.computed, request.decoding = opened.num_cached_tokens, False
+        request.dropped, request.blocks = 0, []
         if self.tier is not None:
             self.load(request, self.tier)
         return True
 
     def load(self, request: Request, tier: KVCacheManager) -> None:
         """The host fills the first blocks of a prompt, if it has more of them than were a hit."""
-        found = tier.lookup(request.known[: tier.max_seq_len]).num_cached_tokens
-        if found <= request.computed:
+        known = request.known[: tier.max_seq_len]
+        found, on_disk = tier.lookup(known).num_cached_tokens, 0
+        if self.disk is not None:
+            on_disk = self.disk.lookup(known[: self.disk.max_seq_len]).num_cached_tokens
+        missing: list[int] = []
+        if on_disk > max(found, request.computed) and tier.open(
+            request.number, known[:on_disk], max_cached_tokens=on_disk
+        ):
+            missing, found = known[found:on_disk], on_disk
+        elif found <= request.computed:
             return
-        assert tier.open(request.number, request.known[:found], max_cached_tokens=found)
+        else:
+            assert tier.open(request.number, known[:found], max_cached_tokens=found)
         blocks = found // tier.block_size - request.computed // tier.block_size
         request.computed, request.coming, self.loaded = found, True, self.loaded + blocks
 
         def commit() -> None:
+            if self.disk is not None and missing:
+                self.disk.close(request.number)
+                tier.commit(request.number, missing)
             tier.close(request.number)
             self.commit(request)
 
-        self.coming.append((self.over_link(blocks), request, commit))
+        if not missing:
+            self.coming.append((self.over_link(blocks), request, commit))
+            return
+        assert self.disk is not None and self.config.disk_tier is not None
+        assert self.disk.open(request.number, known[:found], max_cached_tokens=found)
+        num_read = len(missing) // tier.block_size
+        self.read += num_read
+        ready_s = self.on_disk(num_read, self.config.disk_tier.read)
+
+        def send() -> None:
+            self.coming.append((self.over_link(blocks, ready_s), request, commit))
+
+        self.reading.append((ready_s, request, send))
+        self.demote(tier)
+
+    def send(self, item: tuple[float, Request, Callable[[], None]]) -> None:
+        """What was read from the disk goes over the link."""
+        self.reading.remove(item)
+        item[2]()
+
+    def on_disk(self, blocks: int, speed: LinkSpeed) -> float:
+        """When so many blocks are read or written; one transfer after the other."""
+        assert self.config.disk_tier is not None
+        if not blocks:
+            return self.now + self.stall
+        begin = max(self.now + self.stall, self.disk_free_s)
+        num_bytes = blocks * self.config.disk_tier.bytes_per_block
+        self.disk_free_s = begin + speed.latency_s + num_bytes / speed.bytes_per_s
+        return self.disk_free_s
+
+    def demote(self, tier: KVCacheManager) -> None:
+        """Write to the disk the prefixes that ended in blocks which the host has just evicted."""
+        if self.disk is None or self.config.disk_tier is None:
+            return
+        for event in tier.events.take():
+            if isinstance(event, BlocksStored):
+                path = self.paths[event.parent]
+                for digest, tokens in zip(event.digests, event.tokens.tolist(), strict=True):
+                    path += tuple(tokens)
+                    self.paths[digest] = path
+            elif isinstance(event, BlocksRemoved):
+                ended: list[tuple[int, ...]] = []
+                for path in map(self.paths.pop, event.digests):
+                    if any(longer[: len(path)] == path for longer in ended):
+                        continue
+                    ended.append(path)
+                    path = path[: self.disk.max_seq_len]
+                    opened = self.disk.open("writing", path, max_cached_tokens=len(path))
+                    if opened is None:
+                        continue
+                    self.disk.commit("writing", path[opened.num_cached_tokens :])
+                    self.disk.close("writing")
+                    blocks = (len(path) - opened.num_cached_tokens) // tier.block_size
+                    self.written += blocks
+                    self.on_disk(blocks, self.config.disk_tier.write)
 
     def write(self, request: Request, tier: KVCacheManager) -> None:
         """Full blocks that the host does not have are written there, and stay until they are."""
@@ -279,6 +364,7 @@ class SlowEngine:
             return
         tier.commit("writing", request.known[opened.num_cached_tokens : full])
         tier.close("writing")
+        self.demote(tier)
         blocks = (full - opened.num_cached_tokens) // tier.block_size
         if blocks:
             self.stored += blocks
@@ -291,14 +377,14 @@ class SlowEngine:
             self.seen.append(request)
             self.hit_tokens += num_cached
 
-    def over_link(self, blocks: int) -> float:
+    def over_link(self, blocks: int, ready_s: float | None = None) -> float:
         """When so many blocks are on the other side; one transfer after the other."""
         host = self.config.swap or self.config.host_tier
         assert host is not None
         if not blocks:
             return self.now + self.stall
         link, num_bytes = host.link, blocks * host.bytes_per_block
-        begin = max(self.now + self.stall, self.link_free_s)
+        begin = max(self.now + self.stall if ready_s is None else ready_s, self.link_free_s)
         self.link_free_s = begin + link.latency_s + num_bytes / link.bytes_per_s
         self.link_bytes += num_bytes
         return self.link_free_s
@@ -307,7 +393,9 @@ class SlowEngine:
         self.stall = 0.0
         while not self.make_room():
             uses_host = self.config.swap is not None or self.tier is not None
-            if uses_host and (self.coming or self.writes):
+            if uses_host and (self.coming or self.writes or self.reading):
+                for reading in sorted(self.reading, key=lambda item: item[0]):
+                    self.send(reading)
                 ends = [item[0] for item in self.coming] + [done_s for done_s, _ in self.writes]
                 self.stall = max(self.stall, max(ends) - self.now)
                 for item in sorted(self.coming, key=lambda item: self.running.index(item[1])):
@@ -336,7 +424,7 @@ class SlowEngine:
                 request.computed += 1
                 self.emit(request)
             if self.k and request in self.running:
-                self.manager.truncate(request.number, request.computed)
+                self.manager.truncate(request.number, request.computed - request.dropped)
         if isinstance(self.manager, HybridPool):
             for request in decoding:
                 if request.computed // self.manager.block_size > request.committed // self.manager.block_size:
@@ -352,6 +440,34 @@ class SlowEngine:
                 self.leave(request)
             else:
                 self.begin(request)
+        for request in self.decoding:
+            self.keep_budget(request)
+
+    def keep_budget(self, request: Request) -> None:
+        """Drop blocks one by one until the next step has room in the budget."""
+        budget, size = self.config.kv_budget, self.manager.block_size
+        if budget is None:
+            return
+        all_blocks = -(-(request.computed + 1 + self.k) // size)
+        request.blocks += range(request.blocks[-1] + 1 if request.blocks else 0, all_blocks)
+        weights = np.random.default_rng([budget.seed, request.number]).random(all_blocks)
+        limit = budget.tokens // size
+        must_stay = 1 + -(-(1 + self.k) // size)
+        if budget.rule == "heavy-hitters":
+            must_stay = max(must_stay, limit // 2)
+        gone = []
+        before = list(request.blocks)
+        may_go = before[1 : len(before) - must_stay]
+        while len(request.blocks) > limit:
+            worst = may_go[0] if budget.rule == "streaming" else min(may_go, key=weights.__getitem__)
+            may_go.remove(worst)
+            request.blocks.remove(worst)
+            gone.append(before.index(worst))
+        if gone:
+            self.commit(request)
+            self.manager.context.drop_blocks(request.number, gone)
+            request.dropped += size * len(gone)
+            self.dropped_blocks += len(gone)
 
     def begin(self, request: Request) -> None:
         request.decoding = True
@@ -415,7 +531,7 @@ class SlowEngine:
         model = self.model
         prompts = [(r.computed, n) for r, n in chunks]
         if self.k:
-            prompts += [(r.computed, 1 + self.k) for r in decoding]
+            prompts += [(r.computed - r.dropped, 1 + self.k) for r in decoding]
         samples = num_ended + len(decoding) * (1 + self.k)
         tokens = sum(n for _, n in prompts) + (0 if self.k else len(decoding))
         flops = model.flops_per_token * tokens + model.flops_per_sample * samples
@@ -430,7 +546,9 @@ class SlowEngine:
                 kv_s += size * len(set().union(*seen)) / model.kv_bytes_per_s
             if not self.k:
                 per_token = max(size / model.kv_bytes_per_s, DECODE_FLOPS / model.flops_per_s)
-                kv_s += sum(per_token * min(len(r.prompt) + r.generated, window) for r in decoding)
+                kv_s += sum(
+                    per_token * min(len(r.prompt) + r.generated - r.dropped, window) for r in decoding
+                )
         draft_s = self.k * self.config.speculation.draft_s if self.config.speculation and decoding else 0.0
         once = model.launch_s + max(flops / model.flops_per_s, weights / model.weight_bytes_per_s)
         return draft_s + once + kv_s
@@ -457,7 +575,7 @@ class SlowEngine:
     def is_better_swapped(self, request: Request) -> bool:
         swap = self.config.swap
         assert swap is not None
-        blocks = -(-self.manager.tables.num_tokens(request.number) // self.manager.block_size)
+        blocks = self.blocks_of(request)
         if blocks > self.space.counts.free:
             return False
         if swap.always:
@@ -466,9 +584,17 @@ class SlowEngine:
         near, far = (self.model.durations(nobody, [(start, budget)])(0) for start in (0, 8192))
         per_pair = (far - near) / (budget * 8192)
         per_token = (near - per_pair * budget * (budget + 1) / 2) / budget
-        n, blocks = request.computed, -(-request.computed // self.manager.block_size)
+        n = request.computed
+        if not isinstance(self.manager, HybridPool):
+            blocks = -(-n // self.manager.block_size)
         both_ways = 2 * (swap.link.latency_s + blocks * swap.bytes_per_block / swap.link.bytes_per_s)
         return bool(both_ways < n * per_token + per_pair * n * (n + 1) / 2)
+
+    def blocks_of(self, request: Request) -> int:
+        if not isinstance(self.manager, HybridPool):
+            return int(-(-self.manager.tables.num_tokens(request.number) // self.manager.block_size))
+        tables = self.manager._manager.tables.values()
+        return sum(int((table.block_ids(request.number) > 0).sum()) for table in tables)
 
     def leave(self, request: Request) -> None:
         self.manager.close(request.number)
@@ -478,10 +604,11 @@ class SlowEngine:
         request.decoding = False
 
     def commit(self, request: Request) -> None:
-        if self.manager.prefix_caching and request.committed < request.computed:
+        is_told = self.manager.prefix_caching or self.config.kv_budget is not None
+        if is_told and request.committed < request.computed:
             self.manager.commit(request.number, request.known[request.committed : request.computed])
             request.committed = request.computed
-            if self.tier is not None:
+            if self.tier is not None and self.manager.prefix_caching and not request.dropped:
                 self.write(request, self.tier)
 
     @property
@@ -566,6 +693,7 @@ class SlowDecode(SlowEngine):
         self.elsewhere.remove(request)
         self.note_hit(request, opened.num_cached_tokens)
         request.computed, request.decoding, request.coming = n, True, True
+        request.dropped, request.blocks = 0, []
         num_bytes = (-(-n // size) - opened.num_cached_tokens // size) * self.transfer.bytes_per_block
         done_s = self.now
         if num_bytes:
@@ -574,8 +702,12 @@ class SlowDecode(SlowEngine):
             self.kv_free_s, self.kv_bytes = done_s, self.kv_bytes + num_bytes
         self.fetches.append(done_s - self.now)
         self.prefill.released.append((done_s, request))
-        self.coming.append((done_s, request, partial(self.commit, request)))
+        self.coming.append((done_s, request, partial(self.fetched, request)))
         return True
+
+    def fetched(self, request: Request) -> None:
+        self.commit(request)
+        self.keep_budget(request)
 
 
 # ---------------------------------------------------------------- watching the real one
@@ -679,7 +811,7 @@ class Case:
                 self.num_blocks,
                 max_seqs=self.config.max_batch,
                 max_seq_len=longest + self.config.num_drafts,
-                prefix_caching=self.prefix_caching,
+                policy="lru" if self.prefix_caching else None,
             )
         return WatchedManager(
             self.num_blocks,
@@ -707,7 +839,7 @@ class Case:
     def two_slow_engines(self) -> tuple[SlowPrefill, SlowDecode]:
         assert self.transfer is not None
         prefill = SlowPrefill(*self.slow_arguments())
-        there = replace(self, config=replace(self.config, host_tier=None))
+        there = replace(self, config=replace(self.config, host_tier=None, disk_tier=None))
         decode = SlowDecode(prefill, self.transfer, *there.slow_arguments())
         while prefill.expected or any(e.waiting or e.running for e in (prefill, decode)) or decode.handed:
             if prefill.moment <= decode.moment:
@@ -775,6 +907,8 @@ FEATURES = (
     "host_tier",
     "speculation",
     "sessions",
+    "kv_budget",
+    "disk_tier",
 )
 
 
@@ -812,6 +946,20 @@ def with_features(case: Case, seed: int, chosen: Sequence[str]) -> Case:
         options["speculation"] = Speculation(drafts, rate, seed, draft_s=float(rng.choice([0.0, 0.013])))
         options["token_budget"] = config.token_budget + config.max_batch * drafts
         num_blocks += -(-drafts // case.block_size)
+    if "kv_budget" in chosen and "swap" not in chosen:
+        drafts = options["speculation"].num_drafts if "speculation" in chosen else 0
+        least = (3 + drafts // case.block_size) * case.block_size
+        rule = RULES[int(rng.integers(len(RULES)))]
+        options["kv_budget"] = KVBudget(least + int(rng.choice([0, 1, 7, 20])), rule, seed)
+    if "disk_tier" in chosen:
+        hosted = int(rng.choice([1, 3, 10]))
+        if "host_tier" not in options:
+            link = options["swap"].link if "swap" in options else LinkSpeed(1e4)
+            options["host_tier"] = HostTierSettings(hosted, 64 * case.block_size, link)
+        speeds = [
+            LinkSpeed(float(rng.choice([200.0, 3000.0, 1e5])), float(rng.choice([0.0, 0.1]))) for _ in "rw"
+        ]
+        options["disk_tier"] = DiskTierSettings(int(rng.choice([1, 10, 100])), 64 * case.block_size, *speeds)
     return replace(case, trace=trace, config=replace(config, **options), num_blocks=num_blocks)
 
 
@@ -855,11 +1003,18 @@ def assert_fast_is_slow(case: Case, context: str) -> tuple[WatchedEngine, SlowEn
     }
     for name, (found, wanted) in expected.items():
         np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9, err_msg=f"{name}, {context}")
+    if fast.keeper is not None:
+        assert fast.keeper.num_dropped == slow.dropped_blocks, context
     if fast.host.link is not None:
         assert fast.host.link.num_bytes == slow.link_bytes, context
     if fast.host.tier is not None and slow.tier is not None:
         assert fast.host.tier.pool.stats() == slow.tier.stats(), context
         assert (fast.host.tier.num_stored, fast.host.tier.num_loaded) == (slow.stored, slow.loaded), context
+        disk = fast.host.tier.disk
+        if disk is not None and slow.disk is not None:
+            assert disk.pool.stats() == slow.disk.stats(), context
+            assert (disk.num_read, disk.num_written) == (slow.read, slow.written), context
+            assert_close(disk.read_link.free_s, slow.disk_free_s)
     if fast.host.swapper is not None:
         assert fast.host.swapper.space.stats() == slow.space.stats(), context
         fast.host.swapper.space.check_invariants()
@@ -885,8 +1040,14 @@ def hybrid_case(seed: int) -> Case:
     rng = np.random.default_rng([seed, 9])
     case = replace(random_case(seed), spec=(SLIDING, ALL_SLIDING)[int(rng.integers(2))], hybrid=True)
     groups = 3 if case.spec is SLIDING else 1
-    offered = ("queue", "prefill_first", "sessions", "speculation")
-    case = with_features(case, seed, [name for name in offered if rng.random() < 0.25])
+    offered = ("queue", "prefill_first", "sessions", "speculation", "coalesce", "partial_hits", "swap")
+    case = with_features(case, seed, [name for name in offered if rng.random() < 0.35])
+    swap = case.config.swap
+    if swap is not None:
+        case = replace(
+            case,
+            config=replace(case.config, swap=replace(swap, num_host_blocks=groups * swap.num_host_blocks)),
+        )
     return replace(case, num_blocks=groups * case.num_blocks)
 
 
@@ -973,8 +1134,11 @@ def test_the_random_features_reach_what_they_are_for() -> None:
                 "stalled": records.stall_s > 0,
                 "still cached": swapper is not None and swapper.space.stats().hit_blocks > 0,
                 "loaded": engine.host.tier is not None and engine.host.tier.num_loaded > 0,
+                "demoted": feature == "disk_tier" and engine.host.tier.disk.num_written > 0,  # type: ignore[union-attr]
+                "promoted": feature == "disk_tier" and engine.host.tier.disk.num_read > 0,  # type: ignore[union-attr]
                 "coalesced": records.num_coalesced > 0,
                 "partly hit": records.partial_hit_tokens > 0,
+                "dropped": engine.keeper is not None and engine.keeper.num_dropped > 0,
                 "right": records.accepted_tokens > 0,
                 "wrong": records.drafted_tokens > records.accepted_tokens,
                 "came later": bool((records.arrival_s > case.trace.arrival_s).any()),

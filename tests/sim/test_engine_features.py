@@ -14,12 +14,15 @@ import pytest
 
 from pagedkv.errors import NeverFits, PagedKVError, SpecError
 from pagedkv.manager import KVCacheManager
+from pagedkv.policies import POLICIES
 from pagedkv.sim.engine.arrivals import Arrivals
-from pagedkv.sim.engine.conservation import check_link, check_pool, check_tokens
+from pagedkv.sim.engine.conservation import check_disk, check_link, check_pool, check_tokens
 from pagedkv.sim.engine.disaggregation import Disaggregated, TransferSettings
+from pagedkv.sim.engine.disk_tier import DiskTierSettings
 from pagedkv.sim.engine.engine import Engine, EngineConfig
 from pagedkv.sim.engine.host_tier import HostTierSettings
 from pagedkv.sim.engine.hybrid_pool import HybridPool, hybrid_block_bytes
+from pagedkv.sim.engine.kv_budget import RULES, KVBudget
 from pagedkv.sim.engine.link import Link, LinkSpeed
 from pagedkv.sim.engine.speculation import Guesses, Speculation
 from pagedkv.sim.engine.swapping import SwapSettings
@@ -224,6 +227,132 @@ class TestHostTier:
         swap = SwapSettings(3, 100, LinkSpeed(99.0))
         with pytest.raises(PagedKVError, match="one link to the host"):
             EngineConfig(swap=swap, host_tier=self.TIER)
+
+
+class TestDiskTier:
+    HOST = HostTierSettings(5, 100, LinkSpeed(100.0))
+    DISK = DiskTierSettings(100, 100, read=LinkSpeed(50.0), write=LinkSpeed(100.0))
+
+    def engine(self, disk: DiskTierSettings | None = DISK, arrival_s: float = 100.0) -> Engine:
+        """Prompts A, B, A of 5 blocks, on a device of 6 and a host of 5 blocks."""
+        ids: Any = [*range(20), *range(20, 40), *range(20)]
+        arrival: Any = [0.0, 50.0, arrival_s]
+        trace = Trace("three", arrival, [20] * 3, [2] * 3, ids, [0, 20, 40, 60], 1, 40)  # type: ignore[arg-type]
+        engine = engine_of(trace, 6, host_tier=self.HOST, disk_tier=disk)
+        engine.run()
+        check_pool(engine)
+        return engine
+
+    def test_what_the_host_lost_is_read_and_then_sent(self) -> None:
+        """Four blocks of A: two seconds each from the disk, then a second each over the link; then a step."""
+        engine = self.engine()
+        tier = engine.host.tier
+        assert tier is not None and tier.disk is not None
+        found = engine.manager.stats().hit_tokens // SIZE
+        assert (tier.disk.num_read, tier.num_loaded) == (4, 4 - found)
+        assert engine.records.first_token_s[2] == 100.0 + 8.0 + tier.num_loaded + 1.0
+        assert computed_tokens(engine.records) == 20 + 20 + 4
+
+    def test_a_prefix_is_written_once(self) -> None:
+        """A for B's five blocks, B for the four of A that come back; the last block of B is there already."""
+        tier = self.engine().host.tier
+        assert tier is not None and tier.disk is not None
+        assert tier.disk.num_written == 10
+        assert (tier.disk.write_link.num_bytes, tier.disk.read_link.num_bytes) == (1000, 400)
+
+    def test_a_read_waits_for_the_writes(self) -> None:
+        """B is on the host at 51 s, from when on A is written for 5 s; A is asked for at 53 s."""
+        engine = self.engine(arrival_s=53.0)
+        tier = engine.host.tier
+        assert tier is not None and tier.disk is not None
+        asked_s = float(engine.records.arrival_s[2])  # type: ignore[index]
+        assert asked_s == 53.0
+        # B's blocks are pinned until they are on the host, at 56 s; the disk is free then
+        assert engine.records.first_token_s[2] == 56.0 + 8.0 + tier.num_loaded + 1.0
+
+    def test_without_a_disk_it_is_computed_again(self) -> None:
+        """The host has nothing of A."""
+        engine = self.engine(None)
+        found = engine.manager.stats().hit_tokens
+        assert computed_tokens(engine.records) == 60 - found
+
+    def test_a_small_disk_keeps_what_was_used_last(self) -> None:
+        """Room for two blocks: the first two of A are read, if nothing else came since."""
+        engine = self.engine(replace(self.DISK, num_blocks=2))
+        tier = engine.host.tier
+        assert tier is not None and tier.disk is not None
+        assert tier.disk.num_read <= 2
+        assert tier.disk.pool.stats().evicted_blocks > 0
+
+    def test_a_disk_needs_a_host(self) -> None:
+        """It keeps what leaves that."""
+        with pytest.raises(PagedKVError, match="no host cache"):
+            EngineConfig(disk_tier=self.DISK)
+
+    def test_bytes_that_no_block_explains_are_told(self) -> None:
+        """The check of a run can fail: a block that was not counted, a disk that did two things at once."""
+        tier = self.engine().host.tier
+        assert tier is not None and tier.disk is not None
+        tier.disk.num_read += 1
+        with pytest.raises(AssertionError, match="400 bytes on the link, 500 in blocks"):
+            check_disk(tier.disk, 100)
+        tier.disk.num_read -= 1
+        check_disk(tier.disk, 100)
+        tier.disk.read_link._queue.free_s = 10.0
+        with pytest.raises(AssertionError, match=r"busy 18\.0 s until 10\.0 s"):
+            check_disk(tier.disk, 100)
+
+
+class TestBudget:
+    def engine(self, inputs: list[int], outputs: list[int], tokens: int = 12, **options: Any) -> Engine:
+        engine = engine_of(lengths(inputs, outputs), 100, kv_budget=KVBudget(tokens), **options)
+        engine.run()
+        check_pool(engine)
+        return engine
+
+    def test_a_step_reads_what_is_kept(self) -> None:
+        """20 tokens are cut to 8, which grow to 12 with the tokens of four steps; then a block goes."""
+        engine = self.engine([20], [9])
+        decoding = [(s.num_steps, s.context_tokens) for s in engine.records.steps if s.num_decoding]
+        assert decoding == [(4, 9), (4, 9)]
+        assert engine.keeper is not None and engine.keeper.num_dropped == 4
+        assert engine.records.occupancy.peak_active_blocks == 5
+
+    def test_a_large_budget_changes_nothing(self) -> None:
+        """As many tokens as there ever are."""
+        plain = engine_of(lengths([20, 7], [9, 30]), 100).run()
+        engine = self.engine([20, 7], [9, 30], tokens=40)
+        assert engine.keeper is not None and engine.keeper.num_dropped == 0
+        assert engine.records.finish_s.tolist() == plain.finish_s.tolist()
+
+    def test_budgets_let_more_sequences_decode_at_once(self) -> None:
+        """Four outputs of 40 tokens in a pool of 14 blocks: without a budget somebody is preempted."""
+        trace = lengths([4] * 4, [40] * 4)
+        assert engine_of(trace, 14).run().num_preemptions > 0
+        engine = engine_of(trace, 14, kv_budget=KVBudget(12))
+        records = engine.run()
+        check_pool(engine)
+        assert records.num_preemptions == 0
+        assert records.occupancy.peak_active_blocks == 12
+
+    def test_what_is_dropped_in_one_piece_is_still_a_hit(self) -> None:
+        """Blocks 1..7 of ten go, so eight are found by the next; a random choice leaves a gap earlier."""
+        hits = {}
+        for rule in RULES:
+            arrival = [0.0, 50.0]
+            engine = engine_of(equal_prompts(2, 40, 30, arrival), 100, kv_budget=KVBudget(16, rule, seed=3))
+            hits[rule] = engine.run().hit_tokens
+        assert hits["streaming"] == 32
+        assert hits["heavy-hitters"] < 32
+
+    def test_budgets_that_cannot_work_are_refused(self) -> None:
+        """No room for the first block, the newest and a step; and what cannot be swapped or is hybrid."""
+        with pytest.raises(PagedKVError, match="must hold 3 blocks of 4 tokens"):
+            self.engine([4], [4], tokens=11)
+        with pytest.raises(PagedKVError, match="must hold 4 blocks"):
+            self.engine([4], [4], tokens=15, speculation=Speculation(4, 0.5))
+        with pytest.raises(PagedKVError, match="cannot be swapped"):
+            EngineConfig(kv_budget=KVBudget(12), swap=SwapSettings(1, 1, LinkSpeed(1.0)))
 
 
 class TestSpeculation:
@@ -479,20 +608,57 @@ class TestHybrid:
             assert document["inputs"]["bytes_per_block"] == setup.bytes_per_block
         assert 0.4 * found[0] < found[1] < 0.75 * found[0]
 
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"coalesce": True},
-            {"partial_hits": True},
-            {"swap": SwapSettings(4, 4, LinkSpeed(1.0))},
-            {"host_tier": HostTierSettings(4, 4, LinkSpeed(1.0))},
-        ],
-    )
-    def test_what_its_manager_does_not_have_is_refused(self, options: dict[str, Any]) -> None:
-        """Before anything runs, or at the first prompt."""
-        pool = HybridPool(self.SPEC, 60, max_seqs=4, max_seq_len=81)
+    def pool(self, num_blocks: int = 60, **options: Any) -> HybridPool:
+        return HybridPool(self.SPEC, num_blocks, max_seqs=4, max_seq_len=81, **options)
+
+    def test_an_equal_prompt_waits_for_the_one_that_is_computed(self) -> None:
+        """All but the last block, which a model has to run anyway; without it, both are computed."""
+        trace = equal_prompts(2, 40, 3)
+        for coalesce, computed in ((True, 40 + 4), (False, 80)):
+            config = EngineConfig(4, 200, interval_s=1e6, coalesce=coalesce)
+            engine = Engine(trace, self.pool(), steady(), config)
+            records = engine.run()
+            assert computed_tokens(records) == computed
+            assert (records.num_coalesced > 0) is coalesce
+            check_pool(engine)
+
+    def test_a_hit_may_end_inside_a_block(self) -> None:
+        """The second prompt shares 6 tokens with the first; a block has 4."""
+        ids: Any = [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 8, 9]
+        arrival: Any = [0.0, 5.0]
+        trace = Trace("partial", arrival, [8, 8], [1, 1], ids, [0, 8, 16], 1, 10)  # type: ignore[arg-type]
+        for partial_hits, hit in ((True, 6), (False, 4)):
+            engine = Engine(trace, self.pool(), steady(), EngineConfig(1, partial_hits=partial_hits))
+            assert engine.run().hit_tokens == hit
+            assert engine.manager.stats().copied_blocks == (2 if partial_hits else 0)
+            check_pool(engine)
+
+    @pytest.mark.parametrize("always", [True, False])
+    def test_a_preempted_sequence_swaps_what_its_groups_hold(self, always: bool) -> None:
+        """Blocks of every group go out and come back over the link; a link that is too slow is not used."""
+        trace = lengths([20, 20, 20], [30, 30, 30])
+        for bytes_per_s, swaps in ((1e9, True), (1.0, always)):
+            swap = SwapSettings(60, 100, LinkSpeed(bytes_per_s), always=always)
+            engine = Engine(trace, self.pool(36), steady(), EngineConfig(4, 64, interval_s=1e6, swap=swap))
+            records = engine.run()
+            assert records.num_preemptions > 0 and (records.num_swapped_out > 0) is swaps
+            assert np.isfinite(records.finish_s).all()
+            check_pool(engine)
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_any_policy_says_who_goes(self, policy: str) -> None:
+        """And nothing is left behind."""
+        trace = lengths([20] * 10, [20] * 10)
+        engine = Engine(trace, self.pool(40, policy=policy), steady(), EngineConfig(2))
+        engine.run()
+        assert engine.manager.stats().evicted_blocks > 0
+        check_pool(engine)
+
+    def test_what_it_does_not_have_is_refused(self) -> None:
+        """Before anything runs."""
+        config = EngineConfig(host_tier=HostTierSettings(4, 4, LinkSpeed(1.0)))
         with pytest.raises(PagedKVError, match="hybrid"):
-            Engine(lengths([4], [3]), pool, steady(), EngineConfig(**options)).run()
+            Engine(lengths([4], [3]), self.pool(), steady(), config)
 
 
 class TestConservation:
@@ -541,6 +707,11 @@ class TestConservation:
         lambda: SwapSettings(1, 0, LinkSpeed(1.0)),
         lambda: HostTierSettings(0, 1, LinkSpeed(1.0)),
         lambda: HostTierSettings(1, 0, LinkSpeed(1.0)),
+        lambda: DiskTierSettings(0, 1, LinkSpeed(1.0), LinkSpeed(1.0)),
+        lambda: DiskTierSettings(1, 0, LinkSpeed(1.0), LinkSpeed(1.0)),
+        lambda: KVBudget(0),
+        lambda: KVBudget(9, "luck"),
+        lambda: KVBudget(9, seed=-1),
         lambda: TransferSettings(LinkSpeed(1.0), 0),
         lambda: TensorParallel(1, LinkSpeed(1.0)),
         lambda: EngineConfig(queue="lifo"),
@@ -558,6 +729,7 @@ import hashlib
 from dataclasses import replace
 import numpy as np
 from pagedkv.sim.engine.disaggregation import TransferSettings
+from pagedkv.sim.engine.disk_tier import DiskTierSettings
 from pagedkv.sim.engine.engine import EngineConfig
 from pagedkv.sim.timing.gpus import load_gpu
 from pagedkv.sim.engine.host_tier import HostTierSettings
@@ -576,6 +748,7 @@ config = EngineConfig(
     64, queue="priority", prefill_first=True, coalesce=True, partial_hits=True,
     swap=SwapSettings(4000, size, LinkSpeed(25e9)), host_tier=HostTierSettings(9000, size, LinkSpeed(25e9)),
     speculation=Speculation(3, 0.6, 11),
+    disk_tier=DiskTierSettings(20000, size, LinkSpeed(7e9), LinkSpeed(5e9)),
 )
 parallel, kv = TensorParallel(2, LinkSpeed(450e9)), TransferSettings(LinkSpeed(50e9), size)
 for apart in (None, kv):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pagedkv import KVCacheManager
 from pagedkv.errors import PagedKVError
-from pagedkv.events import prefix_digests
+from pagedkv.events import BlocksRemoved, BlocksStored, prefix_digests
 from pagedkv.page_table import Int32Array
 from pagedkv.sim.fleet.router import (
     ROUTERS,
@@ -116,6 +116,16 @@ class TestPrefixAware:
         index.hear(0.0, events[1:])
         with pytest.raises(PagedKVError, match="event 1 was heard, the next is 0"):
             index.digests(0.0)
+
+    def test_what_lies_in_another_tier_is_no_hit(self) -> None:
+        """The replica would have to load it first."""
+        manager, index = manager_with(prompt(1)), ReplicaIndex()
+        stored = manager.events.take()[0]
+        assert isinstance(stored, BlocksStored)
+        manager.events.report(BlocksRemoved(0, stored.digests, tier="host"))
+        manager.events.report(stored._replace(digests=(b"other",), tier="host"))
+        index.hear(0.0, [stored, *manager.events.take()])
+        assert index.digests(0.0) == set(stored.digests)
 
     @settings(max_examples=40, deadline=None)
     @given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=5), max_size=12))

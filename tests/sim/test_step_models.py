@@ -212,7 +212,7 @@ class TestOptions:
         """And the document says so."""
         argv = ("--model", "tinyllama-1.1b", "--gpu", "h100", "--context", 100, "--measure-attention", "cpu")
         document = self.itl(capsys, *argv)
-        assert document["kind"] == "modelled, attention measured"
+        assert document["kind"] == "attention measured, rest modelled"
         assert 0 < document["rows"][0]["kv_s"] < 60
 
     @pytest.mark.parametrize(

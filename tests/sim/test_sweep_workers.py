@@ -106,13 +106,15 @@ class TestWorkers:
         out, folder = tmp_path / "out.csv", tmp_path / "out.csv.points"
         options = command(out, "--jobs", 2, requests=slow)
         argv = [sys.executable, "-m", "pagedkv", *options]
+        nowhere = subprocess.DEVNULL
         process = subprocess.Popen(
-            argv, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            argv, env=environment(), stdout=nowhere, stderr=nowhere, start_new_session=True
         )
         try:
             wait_for(lambda: len(list(folder.glob("*.json"))) >= 3 or process.poll() is not None)
         finally:
-            process.send_signal(signal.SIGKILL)
+            # the workers too, who would finish their points after that
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         store = PointStore(folder)
         before = files_of(store)

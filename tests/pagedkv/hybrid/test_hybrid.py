@@ -205,7 +205,7 @@ def test_media_may_come_with_the_tokens() -> None:
 
 def test_without_prefix_caching_nothing_is_kept_and_windows_still_move() -> None:
     """What falls out of the window is free at once."""
-    manager = HybridKVCacheManager([FULL, LOCAL], 20, 2, prefix_caching=False)
+    manager = HybridKVCacheManager([FULL, LOCAL], 20, 2, policy=None)
     tokens = list(range(12))
     assert manager.open("a", tokens)
     manager.commit("a", tokens)
@@ -502,8 +502,8 @@ def test_an_open_or_fork_that_fails_in_the_middle_is_undone(
         lambda m: m._tree.children.__setitem__(1, 0),
         lambda m: m._tree.pool.ref_count.__setitem__(1, 2),
         lambda m: m._tree.nodes.ref_count.__setitem__(1, 2),
-        lambda m: m._tree.order.discard(m._tree.order.ids()[:1]),
-        lambda m: m._tree.order.push(m._tree.order.ids()[:1]),
+        lambda m: m._tree.policy.discard(m._tree.policy.ids()[:1]),
+        lambda m: m._tree.policy.push(m._tree.policy.ids()[:1]),
         lambda m: m._tree.index.tokens.__setitem__((1, 0), 9),
         lambda m: m.tables["full"].seq_len.__setitem__(m.tables["full"].row("a"), 4),
         lambda m: m.tables["local"].committed.__setitem__(m.tables["local"].row("a"), 3),

@@ -38,6 +38,7 @@ def test_a_failure_in_the_middle_leaves_the_order_as_it_was(
         if rng.random() < 0.6:
             return
         manager = copy.deepcopy(walked)
+        manager._cache._all_compiled = False  # one compiled call has no middle
         before = look(manager)
         with monkeypatch.context() as patch:
             patch.setattr(*POINTS[point], fail)

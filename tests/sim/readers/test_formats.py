@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from pagedkv.errors import PagedKVError
 from pagedkv.events import BlocksRemoved, BlocksStored, Event
 from pagedkv.sim.readers import FORMATS, ReadOptions, Row, open_trace, read_trace
 from pagedkv.sim.readers.info import describe
@@ -395,6 +396,26 @@ class TestKVEvents:
             (0.0, ["01", "02"]),
             (1.0, ["01", "02"]),
         ]
+
+    def test_the_tier_of_an_event_is_in_its_line(self, write: Write) -> None:
+        tokens = np.arange(2, dtype=np.int32).reshape(1, 2)
+        on_host = BlocksStored(1, None, (b"\x01",), tokens, tier="host")
+        gone = BlocksRemoved(2, (b"\x01",), tier="host")
+        line = event_line(3.0, [BlocksStored(0, None, (b"\x02",), tokens), on_host, gone])
+        assert [e.get("medium") for e in json.loads(line)["events"]] == [None, "CPU", "CPU"]
+        reading = open_trace(write(line.rstrip()))
+        assert [row.contents for row in reading] == [["02"]]
+        assert "2 events of other tiers than the GPU left out" in reading.notes.lines()
+
+    def test_the_group_of_an_event_is_in_its_line_and_the_first_is_read(self, write: Write) -> None:
+        tokens = np.arange(2, dtype=np.int32).reshape(1, 2)
+        line = event_line(3.0, [BlocksStored(g, None, (b"\x01",), tokens, group=g) for g in range(3)])
+        assert [e.get("group_idx") for e in json.loads(line)["events"]] == [None, 1, 2]
+        reading = open_trace(write(line.rstrip()))
+        assert [row.contents for row in reading] == [["01"]]
+        assert "2 events of other groups of layers than the first left out" in reading.notes.lines()
+        with pytest.raises(PagedKVError, match="group_idx"):
+            list(open_trace(write(json.dumps(stored(None, ["a"]) | {"group_idx": "full"}))))
 
     def test_other_tiers_are_left_out_and_counted_and_adapters_kept(self, write: Write) -> None:
         path = write(
