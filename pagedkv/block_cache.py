@@ -159,12 +159,7 @@ class BlockCache:
 
     def fenced_only(self) -> Int32Array:
         """Blocks that nothing but fences holds."""
-        held = self.fences.held()
-        if not held:
-            return NO_BLOCKS
-        ids, counts = np.unique(np.concatenate(held), return_counts=True)
-        alone: Int32Array = ids[self.pool.ref_count[ids] == counts]
-        return alone
+        return self.fences.held_alone(self.pool.ref_count)
 
     def extend_content(self, tables: PageTable, row: int, start: int, tokens: Int32Array) -> bool:
         """Store committed ``tokens`` of a row and index what they fill, in one step.

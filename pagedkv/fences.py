@@ -3,6 +3,9 @@
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
+from pagedkv.block_ids import NO_BLOCKS
 from pagedkv.errors import PagedKVError
 from pagedkv.page_table import Int32Array
 
@@ -73,3 +76,12 @@ class Fences:
     def held(self) -> list[Int32Array]:
         """Blocks that wait, in the order of their release."""
         return [ids for _, ids in self._held]
+
+    def held_alone(self, ref_count: Int32Array) -> Int32Array:
+        """Blocks that nothing but fences holds, by their references; ids below 1 are none, and left out."""
+        if not self._held:
+            return NO_BLOCKS
+        ids, counts = np.unique(np.concatenate(self.held()), return_counts=True)
+        blocks, counts = ids[ids > 0], counts[ids > 0]
+        alone: Int32Array = blocks[ref_count[blocks] == counts]
+        return alone

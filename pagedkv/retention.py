@@ -111,6 +111,13 @@ class Retention:
 
     def _blocks(self, seq_id: SeqId, start: int, stop: int | None) -> Int32Array:
         """Full committed blocks that can be found by content and hold any of the tokens ``start..stop``."""
+        row, columns = self._columns(seq_id, start, stop)
+        blocks = self._tables.blocks[row, columns].copy()
+        # indexed are all of them or, without prefix caching, none
+        return blocks if self._cache.index.indexed[blocks].all() else blocks[:0]
+
+    def _columns(self, seq_id: SeqId, start: int, stop: int | None) -> tuple[int, slice]:
+        """The row, and its full committed columns before any gap that hold any of these tokens."""
         row, size = self._tables.row(seq_id), self._tables.block_size
         committed = self._tables.num_committed(seq_id)
         stop = committed if stop is None else require_count("stop", stop, 0)
@@ -119,6 +126,4 @@ class Retention:
         last = min(committed // size, div_ceil(stop, size)) if start < stop else 0
         if row in self._tables.dropped:
             last = min(last, self._tables.dropped[row].num_whole)
-        blocks = self._tables.blocks[row, start // size : last].copy()
-        # indexed are all of them or, without prefix caching, none
-        return blocks if self._cache.index.indexed[blocks].all() else blocks[:0]
+        return row, slice(start // size, last)

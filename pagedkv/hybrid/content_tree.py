@@ -156,13 +156,7 @@ class ContentTree:
 
     def fenced_only(self) -> Int32Array:
         """Blocks that nothing but fences holds."""
-        held = self.fences.held()
-        if not held:
-            return NO_BLOCKS
-        ids, counts = np.unique(np.concatenate(held), return_counts=True)
-        blocks, counts = ids[ids > 0], counts[ids > 0]
-        alone: Int32Array = blocks[self.pool.ref_count[blocks] == counts]
-        return alone
+        return self.fences.held_alone(self.pool.ref_count)
 
     def by_node(self, blocks: Int32Array) -> Int32Array:
         """Blocks [groups, n] in the order in which they are let go of together, without the null block.

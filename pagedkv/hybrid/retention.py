@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from pagedkv.arithmetic import div_ceil
-from pagedkv.errors import SequenceError, require_count
+from pagedkv.errors import SequenceError
 from pagedkv.hybrid.rows import Rows
 from pagedkv.page_table import NULL_BLOCK, Int32Array, SeqId
 from pagedkv.prefix_index import ROOT
@@ -63,12 +62,7 @@ class GroupRetention(Retention):
 
     def _blocks(self, seq_id: SeqId, start: int, stop: int | None) -> Int32Array:
         """Blocks of all groups that have the content of any of the tokens ``start..stop``, held or cached."""
-        row, size = self._tables.row(seq_id), self._tables.block_size
-        committed = self._tables.num_committed(seq_id)
-        stop = committed if stop is None else require_count("stop", stop, 0)
-        if not require_count("start", start, 0) <= stop <= committed:
-            raise SequenceError(f"{committed} tokens of {seq_id!r} are committed, got {start}..{stop}")
-        last = min(committed // size, div_ceil(stop, size)) if start < stop else 0
-        nodes = self._rows.nodes[row, start // size : last]
+        row, columns = self._columns(seq_id, start, stop)
+        nodes = self._rows.nodes[row, columns]
         tree = self._rows.tree
         return tree.by_node(tree.block_of[:, nodes[nodes != ROOT]])[::-1]
