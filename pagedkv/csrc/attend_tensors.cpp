@@ -52,7 +52,7 @@ struct Field {
 
 class Reader {
   public:
-    enum : int64_t { kInt32 = 100 };  // beside the Dtypes of a cache
+    enum : int64_t { kNoDtype = -1, kInt32 = 100 };  // beside the Dtypes of a cache
 
     bool ok = true;
     int dims = 0;  // of the tensor read last
@@ -79,7 +79,7 @@ class Reader {
             for (int i = 0; i < field.dims; i++) field.shape[i] = -1, field.strides[i] = 0;
             return nullptr;
         }
-        int64_t dtype = -1;
+        int64_t dtype = kNoDtype;
         void* data = read(object, field, &dtype, adds_q_len);
         if (dtype != kFp32 || dims != expected) return fail();
         return data;
@@ -109,13 +109,15 @@ class Reader {
         return !no;
     }
 
+    // As a Dtype, kInt32, or kNoDtype.
     static int64_t number_of(const DLTensor& x) {
-        if (x.code == kFloat) return x.bits == 32 ? kFp32 : x.bits == 16 ? kFp16 : -1;
-        if (x.code == kBfloat) return x.bits == 16 ? kBf16 : -1;
-        if (x.code == kInt) return x.bits == 8 ? kInt8 : x.bits == 32 ? kInt32 : -1;
-        return x.code == kFloat8E4m3fn && x.bits == 8 ? kFp8 : -1;
+        if (x.code == kFloat && x.bits == 32) return kFp32;
+        if (x.code == kFloat && x.bits == 16) return kFp16;
+        if (x.code == kBfloat && x.bits == 16) return kBf16;
+        if (x.code == kFloat8E4m3fn && x.bits == 8) return kFp8;
+        if (x.code == kInt && x.bits == 8) return kInt8;
+        return x.code == kInt && x.bits == 32 ? (int64_t)kInt32 : kNoDtype;
     }
-
 };
 
 enum Argument {
@@ -125,7 +127,8 @@ enum Argument {
 
 bool read_tensors(PyObject* const* given, AttendCall* call) {
     Reader reader;
-    int64_t dtypes[6] = {-1, -1, -1, -1, -1, -1};
+    int64_t dtypes[6];
+    for (int64_t& dtype : dtypes) dtype = Reader::kNoDtype;
     call->q = reader.read(given[kQ], {&call->num_seqs, call->q_stride, 4}, &dtypes[0], true);
     const int dims = reader.dims;
     call->out = reader.read(given[kOut], {call->out_shape, call->out_stride, 4}, &dtypes[1], true);
