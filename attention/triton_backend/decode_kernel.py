@@ -144,7 +144,7 @@ def decode_kernel(
     for tile in range(first_tile, end_tile, PAGES):
         blocks = tile // SPLITS + tl.arange(0, PAGES)
         slots = tile % SPLITS * SLOTS + tl.arange(0, SLOTS)
-        ids = tl.load(table + blocks * table_stride_block, mask=blocks < end, other=0).to(tl.int64)
+        ids = tl.load(table + blocks * table_stride_block, mask=blocks < end, other=0)
         position = blocks[:, None] * BLOCK_SIZE + slots[None, :]
         # what stands in an unused slot may be NaN, which a weight of 0 does not silence
         used = (position >= first) & (position < n) & (slots < BLOCK_SIZE)[None, :]

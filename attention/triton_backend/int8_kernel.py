@@ -32,22 +32,28 @@ Error against exact attention over the dequantized blocks, beside the roundings 
     The signs of these errors being random, one sees the square root of such sums: 3e-5 to 1e-4 of the output.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
 from pagedkv.attention.triton_backend.numerics import LOG2_E, sink_weight, soft_cap
 from pagedkv.attention.triton_backend.plan_kernel import part_of_blocks, work_item
 from pagedkv.attention.triton_backend.store import store_rows
-from pagedkv.attention.triton_backend.tile import seen_by, store_block_sums, tile_range
+from pagedkv.attention.triton_backend.tile import block_offsets, seen_by, store_block_sums, tile_range
 
 # 127 * 256 + 127: what a signed byte and a signed low byte express on both sides of zero.
 _SPAN = tl.constexpr(32639.0)
+_LOG2_SPAN = tl.constexpr(math.log2(32639))
 
 # 1.5 * 2**23: an fp32 sum with it is rounded to an integer, which stands in the low bits.
 _TO_INTEGER = tl.constexpr(12582912.0)
 
-# Below any real scale; keeps the logarithm of a scale of 0 finite.
-_TINY = tl.constexpr(1e-30)
+# Below any real scale; stands for a scale of 0, which has no logarithm, and leaves weights in fp32's range.
+_TINY = tl.constexpr(1e-24)
+
+# Columns of logits that four warps have in one register each; the others lie in further registers.
+_COLUMNS = tl.constexpr(32)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_kv_heads", "window"])
@@ -149,8 +155,8 @@ def int8_kernel(
         row_step *= LOG2_E
 
     peak = tl.full([M], float("-inf"), tl.float32)
-    # the sum of weights is kept per column of the tile: one reduction less in every step
-    totals = tl.zeros([M, TILE], tl.float32)
+    # sums of the weights that one thread has, of several tiles: one reduction less in every step
+    totals = tl.zeros([M, _COLUMNS], tl.float32)
     if sinks is not None:
         # one more logit, without a value, seen by the first part
         sink_rows = tl.where(part == 0, Q_LEN * GROUP, 0)
@@ -175,28 +181,32 @@ def int8_kernel(
     for tile in range(first_tile, end_tile, PAGES):
         blocks = tile // SPLITS + tl.arange(0, PAGES)
         slots = tile % SPLITS * SLOTS + tl.arange(0, SLOTS)
-        ids = tl.load(table + blocks * table_stride_block, mask=blocks < end, other=0).to(tl.int64)
+        ids = tl.load(table + blocks * table_stride_block, mask=blocks < end, other=0)
         position = blocks[:, None] * BLOCK_SIZE + slots[None, :]
         # an unused slot may hold a scale of NaN, which a weight of 0 does not silence
         used = (position >= first) & (position < n) & (slots < BLOCK_SIZE)[None, :]
         k_step = tl.load(
-            k_scales + ids[:, None] * k_scale_stride_block + slots[None, :] * k_scale_stride_slot,
+            k_scales
+            + block_offsets(ids, k_scale_stride_block)[:, None]
+            + slots[None, :] * k_scale_stride_slot,
             mask=used,
             other=0.0,
         )
         v_step = tl.load(
-            v_scales + ids[:, None] * v_scale_stride_block + slots[None, :] * v_scale_stride_slot,
+            v_scales
+            + block_offsets(ids, v_scale_stride_block)[:, None]
+            + slots[None, :] * v_scale_stride_slot,
             mask=used,
             other=0.0,
         )
         k_tile = _load_tile(
-            k_head + ids[:, None, None] * k_stride_block,
+            k_head + block_offsets(ids, k_stride_block)[:, None, None],
             slots[None, :, None] * k_stride_slot + dims[None, None, :] * k_stride_dim,
             (slots < BLOCK_SIZE)[None, :, None] & (dims < HEAD_DIM)[None, None, :],
             (BLOCK_SIZE % SLOTS == 0) & (HEAD_DIM == D),
         )
         v_tile = _load_tile(
-            v_head + ids[:, None, None] * v_stride_block,
+            v_head + block_offsets(ids, v_stride_block)[:, None, None],
             v_dims[None, :, None] * v_stride_dim + slots[None, None, :] * v_stride_slot,
             (slots < BLOCK_SIZE)[None, None, :] & (v_dims < V_HEAD_DIM)[None, :, None],
             (BLOCK_SIZE % SLOTS == 0) & (V_HEAD_DIM == DV),
@@ -213,24 +223,25 @@ def int8_kernel(
         s = tl.where(seen, s, float("-inf"))
 
         # The peak of a row is that of weight * v_scale, its share in the output, so that the shares of a tile
-        # fill the integers whatever their size beside other tiles.
+        # fill the integers whatever their size beside other tiles: what weights * v_scale are counted in.
         tile_peak = tl.max(s + _log2_ceiling(v_step)[None, :], 1)
-        weights = tl.exp2(s - tl.where(tile_peak == float("-inf"), 0.0, tile_peak)[:, None])
-        # roundings of a large s may lift a share above 1
-        w8 = _two_bytes(tl.minimum(weights * v_step[None, :], 1.0) * _SPAN)
+        unit = tile_peak - _LOG2_SPAN
+        weights = tl.exp2(s - tl.where(unit == float("-inf"), 0.0, unit)[:, None])
+        # roundings of a large s may lift a share above the peak
+        w8 = _two_bytes(tl.minimum(weights * v_step[None, :], _SPAN))
 
         new_peak = tl.maximum(peak, tile_peak)
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         decay = tl.exp2(peak - base)
-        gain = tl.exp2(tile_peak - base)
+        gain = tl.exp2(unit - base)
         peak = new_peak
-        weights = weights * gain[:, None]
-        totals = totals * decay[:, None] + weights
+        sums = tl.sum(tl.reshape(weights, [M, TILE // _COLUMNS, _COLUMNS]), 1)
+        totals = totals * decay[:, None] + sums * gain[:, None]
         if block_mass is not None:
             block_total = store_block_sums(
                 mass_rows,
                 mass_stride_block,
-                weights,
+                weights * gain[:, None],
                 decay,
                 base,
                 block_total,
@@ -244,7 +255,7 @@ def int8_kernel(
                 SPLITS,
             )
         products = tl.dot(w8, tl.reshape(tl.permute(v_tile, (0, 2, 1)), [TILE, DV]))
-        weighted = weighted * decay[:, None] + _from_two_bytes(products) * (gain / _SPAN)[:, None]
+        weighted = weighted * decay[:, None] + _from_two_bytes(products) * gain[:, None]
     nothing = tl.sum(tl.sum(spoiled, 1), 0)
     total = tl.sum(totals, 1) + nothing
     weighted += nothing
@@ -306,18 +317,16 @@ def _log2_ceiling(x):
 def _two_bytes(x):
     """x [M, N] in -SPAN..SPAN, rounded, as int8 [2M, N]: after the high bytes of 8 rows their low bytes.
 
-    A thread holds rows r and r + 8 of a result of 16 rows, so that both bytes of a number are its own. Pairs
-    of columns are joined last and so lie innermost: the operand is stored by rows, and read by 16 bytes.
+    A thread holds rows r and r + 8 of a result of 16 rows, so that both bytes of a number are its own. They
+    are chosen by row, not joined: Triton 3.7 takes joined numbers for half as wide as they are, then reads
+    both operands in another order, by 8 bytes instead of by ldmatrix, and moves them into place.
     """
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
-    bits = (x + _TO_INTEGER).to(tl.int32, bitcast=True)
+    bits = tl.reshape((x + _TO_INTEGER).to(tl.int32, bitcast=True), [M // 8, 1, 8, N])
+    is_low = (tl.arange(0, 2) == 1)[None, :, None, None]
     # the low byte is signed, hence the high one is rounded
-    even_high, odd_high = tl.split(tl.reshape(((bits + 128) >> 8).to(tl.int8), [M, N // 2, 2]))
-    even_low, odd_low = tl.split(tl.reshape(bits.to(tl.int8), [M, N // 2, 2]))
-    pairs = tl.join(tl.join(even_high, even_low), tl.join(odd_high, odd_low))
-    eights = tl.permute(tl.reshape(pairs, [M // 8, 8, N // 2, 2, 2]), (0, 3, 1, 2, 4))
-    return tl.reshape(eights, [2 * M, N])
+    return tl.reshape(tl.where(is_low, bits, (bits + 128) >> 8).to(tl.int8), [2 * M, N])
 
 
 @triton.jit

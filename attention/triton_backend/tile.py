@@ -17,13 +17,23 @@ from pagedkv.attention.triton_backend.numerics import log_sum
 
 
 @triton.jit
+def block_offsets(ids, stride_block):
+    """``ids * stride_block`` in 64 bits, of numbers that are no less than 0; ids: int32, of any shape.
+
+    The compiler, which is told so, needs one instruction for a product that otherwise takes five.
+    """
+    tl.assume(stride_block >= 0)
+    return ids.to(tl.uint32).to(tl.int64) * stride_block
+
+
+@triton.jit
 def row_offsets(ids, slots, stride_block, stride_slot, ALIGN: tl.constexpr):
     """Offsets [TILE] of the rows of whole blocks: one table entry per block, no matter how many slots.
 
-    ids: [PAGES] int64. slots: [SLOTS]. ALIGN: divides both strides. The compiler sees only multiples of 16,
+    ids: [PAGES] int32. slots: [SLOTS]. ALIGN: divides both strides. The compiler sees only multiples of 16,
     and up to 3.7 loses them in the reshape; then it would load rows entry by entry.
     """
-    offsets = ids[:, None] * stride_block + slots[None, :] * stride_slot
+    offsets = block_offsets(ids, stride_block)[:, None] + slots[None, :] * stride_slot
     return tl.multiple_of(tl.reshape(offsets, [ids.shape[0] * slots.shape[0]]), ALIGN)
 
 

@@ -3,6 +3,7 @@
 ``pytest -s`` prints the table. No GPU is asked; what only a GPU can tell (stalls, races, speed) is not here.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -120,7 +121,8 @@ def kernels() -> list[Kernel]:
 
 
 def print_table(kernels: Iterable[Kernel]) -> None:
-    print(f"\n{'kernel':<22} {'chip':<10} registers  stack  shared    loop  issue")
+    print(f"\nTriton {importlib.metadata.version('triton')}")
+    print(f"{'kernel':<22} {'chip':<10} registers  stack  shared    loop  issue")
     for kernel in kernels:
         row = f"{kernel.name:<22} {CHIPS[kernel.architecture].name:<10}"
         row += f" {kernel.registers:>9}  {kernel.stack:>5}  {kernel.shared:>6}"

@@ -191,6 +191,17 @@ def test_all_values_may_be_zero() -> None:
         torch.testing.assert_close(x.double(), exact.double(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def test_a_tile_that_a_query_token_does_not_see_leaves_it_alone() -> None:
+    """However small the logits are that it did see: nothing is 0 times infinity. No part begins there."""
+    batch = int8_batch([TILE + 1], q_len=2)
+    batch.q.fill_(40.0)
+    batch.k.copy_(-batch.k.abs())
+    got, wanted = outputs(batch, "triton")[:2], outputs(batch.dequantized(), "reference")[:2]
+    assert float(wanted[1].max()) < -100
+    for x, exact in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x.double(), exact.double(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
 def test_long_flat_tails_are_not_lost_beside_a_peak() -> None:
     """Thousands of weights, each less than half a step of the largest one, are half of the output."""
     batch = int8_batch([8000], heads=(1, 1), block_size=256)
