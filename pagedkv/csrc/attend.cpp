@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <new>
 
+#include "advise_huge.h"
 #include "attend_check.h"
 #include "block_walk.h"
 #include "cpu_features.h"
@@ -32,6 +33,7 @@ void set_shapes(Attention& a, const AttendCall& call) {
     a.shape.acc_stride = (call.v_shape[3] + 63) / 64 * 64;
     a.tile_tokens = tile_tokens(call, a.element);
     a.has_stretches = a.tile_tokens == kTile && has_stretches(call, a.element);
+    a.touches_pages = !has_huge_pages(call.k) || !has_huge_pages(call.v);
     a.next_item.store(0);
 }
 

@@ -25,6 +25,7 @@ struct Attention {
     int64_t element;      // bytes of an element of K and V
     int tile_tokens;      // tokens of a full tile, at most kTile; see block_walk.h
     bool has_stretches;   // see block_walk.h
+    bool touches_pages;   // likewise
     float* partials;      // [chunks][num_kv_heads] of partial_floats(), only of sequences with more than one chunk
     std::atomic<int64_t> next_item;
     std::atomic<int>* unfinished;  // [num_seqs][head_parts] chunks

@@ -232,7 +232,7 @@ int run_item(const Attention& a, const Item& item, const Item* next, int current
                             by_stretches ? ahead.stretch(call, a.element, step) : nullptr,
                             by_stretches ? ahead.stretch(call, a.element, step + 1) : nullptr,
                             by_stretches && rows.is_dense && ahead.is_dense, rows.count, rows.padded};
-            touch_ahead(a, item, next, begin, head);
+            if (a.touches_pages) touch_ahead(a, item, next, begin, head);
             prefetch_scales(call, *follow[0], follow_head[0]);
             run_tile(a, item, head, rows, tile, w);
         }

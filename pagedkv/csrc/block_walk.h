@@ -88,7 +88,8 @@ inline int64_t block_span(const AttendCall& call, const int64_t* stride, int64_t
 
 // Asks for one line of every page of positions [from, end), so that the addresses of its pages
 // are known when its lines are asked for: a prefetch that has to walk the page tables holds up those behind it.
-// Blocks lie anywhere, so that nearly each of them is another walk. The work is shared by `steps` calls.
+// Blocks lie anywhere, so that nearly each of them is another walk. The work is shared by `steps` calls. It pays with
+// small pages (bf16 1.2x faster); with huge ones it only holds up (bf16 0.97x, int8 0.95x).
 inline void touch_pages(const AttendCall& call, int64_t element, int64_t seq, int64_t from, int64_t end,
                         int step, int steps) {
     if (from >= end) return;

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "abi.h"
+#include "advise_huge.h"
 #include "cpu_features.h"
 #include "kernels.h"
 #include "thread_pool.h"
@@ -21,13 +22,14 @@ struct Reading {
     const ReadCall* call;
     std::atomic<int64_t> next;
     std::atomic<int> sum;
+    bool touches_pages;
     float (*stretch)(const char*, const char*, int64_t);
 };
 
-float read_block(float (*stretch)(const char*, const char*, int64_t), const char* pool, int64_t id, int64_t next,
-                 int64_t later, int64_t stride, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 4096) ask_for(pool + later * stride + i);
-    return stretch(pool + id * stride, pool + next * stride, bytes);
+float read_block(const Reading& r, const char* pool, int64_t id, int64_t next, int64_t later, int64_t stride,
+                 int64_t bytes) {
+    for (int64_t i = 0; r.touches_pages && i < bytes; i += 4096) ask_for(pool + later * stride + i);
+    return r.stretch(pool + id * stride, pool + next * stride, bytes);
 }
 
 void read_items(void* context) {
@@ -44,13 +46,13 @@ void read_items(void* context) {
             const int64_t begin = (item - passed) * kBlocksPerItem;
             const int64_t end = begin + kBlocksPerItem < blocks ? begin + kBlocksPerItem : blocks;
             for (int64_t b = begin; b < end; b++) {
-                // the next block's lines, and the pages of the one some blocks later, as attention asks for them
+                // the next block's lines, and small pages of the one some blocks later, as attention asks for them
                 const int64_t id = table[b], next = table[b + 1 < blocks ? b + 1 : b];
                 const int64_t later = table[b + kPagesAhead < blocks ? b + kPagesAhead : b];
-                sum += read_block(r.stretch, (const char*)call.k, id, next, later, call.k_block_stride,
+                sum += read_block(r, (const char*)call.k, id, next, later, call.k_block_stride,
                                   call.k_block_bytes);
                 if (call.v)
-                    sum += read_block(r.stretch, (const char*)call.v, id, next, later, call.v_block_stride,
+                    sum += read_block(r, (const char*)call.v, id, next, later, call.v_block_stride,
                                       call.v_block_bytes);
             }
         }
@@ -65,7 +67,8 @@ void read_items(void* context) {
 
 PAGEDKV_EXPORT uint64_t pagedkv_read_blocks(const pagedkv::ReadCall* call) {
     using namespace pagedkv;
-    Reading reading{call, {0}, {0}, choose_kernels(kAuto, kFp32, kFp32, 1)->read_stretch};
+    const bool is_huge = has_huge_pages(call->k) && (!call->v || has_huge_pages(call->v));
+    Reading reading{call, {0}, {0}, !is_huge, choose_kernels(kAuto, kFp32, kFp32, 1)->read_stretch};
     run_on_threads(read_items, &reading, (int)call->threads, INT64_MAX);
     return reading.sum.load();
 }

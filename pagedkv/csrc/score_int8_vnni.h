@@ -63,52 +63,73 @@ static inline __m256i load_dims(const char* k, __mmask32 mask, bool whole) {
     return whole ? _mm256_loadu_si256((const __m256i*)k) : _mm256_maskz_loadu_epi8(mask, k);
 }
 
-// 32 dims of 16 tokens -> x[i], i < 8: dims 4 i .. 4 i + 3 of token t in lane t.
-template <class Rows>
-static inline void load_transposed(const Rows& k, int c, __mmask32 mask, bool whole, __m512i* x) {
-    const __m512i bias = _mm512_set1_epi8((char)0x80);
-    __m512i y[2][4];
-    for (int i = 0; i < 4; i++) {
-        const __m512i ab = _mm512_xor_si512(bias, _mm512_inserti64x4(_mm512_castsi256_si512(
-            load_dims(k.row(i) + c, mask, whole)), load_dims(k.row(i + 4) + c, mask, whole), 1));
-        const __m512i cd = _mm512_xor_si512(bias, _mm512_inserti64x4(_mm512_castsi256_si512(
-            load_dims(k.row(i + 8) + c, mask, whole)), load_dims(k.row(i + 12) + c, mask, whole), 1));
-        y[0][i] = _mm512_shuffle_i32x4(ab, cd, 0x88);
-        y[1][i] = _mm512_shuffle_i32x4(ab, cd, 0xdd);
+// The way of 32 dims of 16 tokens to x[i], i < 8, with dims 4 i .. 4 i + 3 of token t in lane t. In eight steps of
+// up to eight instructions, so that they go between the dot products of what came before: shuffles run beside them
+// at no cost, but only as many instructions ahead as the CPU looks.
+struct Transposing {
+    __m512i x[8], y[2][4];
+
+    template <class Rows>
+    __attribute__((always_inline)) inline void step(int i, const Rows& k, int c, __mmask32 mask, bool whole) {
+        __m512i* const z = y[i / 2 % 2];
+        if (i < 4) {
+            const __m512i ab = rows(k.row(i), k.row(i + 4), c, mask, whole);
+            const __m512i cd = rows(k.row(i + 8), k.row(i + 12), c, mask, whole);
+            y[0][i] = _mm512_shuffle_i32x4(ab, cd, 0x88);
+            y[1][i] = _mm512_shuffle_i32x4(ab, cd, 0xdd);
+        } else if (i % 2 == 0) {
+            const __m512i ab0 = _mm512_unpacklo_epi32(z[0], z[1]), ab1 = _mm512_unpackhi_epi32(z[0], z[1]);
+            const __m512i cd0 = _mm512_unpacklo_epi32(z[2], z[3]), cd1 = _mm512_unpackhi_epi32(z[2], z[3]);
+            z[0] = ab0, z[1] = ab1, z[2] = cd0, z[3] = cd1;
+        } else {
+            __m512i* const to = x + i / 2 % 2 * 4;
+            to[0] = _mm512_unpacklo_epi64(z[0], z[2]), to[1] = _mm512_unpackhi_epi64(z[0], z[2]);
+            to[2] = _mm512_unpacklo_epi64(z[1], z[3]), to[3] = _mm512_unpackhi_epi64(z[1], z[3]);
+        }
     }
-    for (int m = 0; m < 2; m++) {
-        const __m512i ab0 = _mm512_unpacklo_epi32(y[m][0], y[m][1]), ab1 = _mm512_unpackhi_epi32(y[m][0], y[m][1]);
-        const __m512i cd0 = _mm512_unpacklo_epi32(y[m][2], y[m][3]), cd1 = _mm512_unpackhi_epi32(y[m][2], y[m][3]);
-        x[4 * m] = _mm512_unpacklo_epi64(ab0, cd0);
-        x[4 * m + 1] = _mm512_unpackhi_epi64(ab0, cd0);
-        x[4 * m + 2] = _mm512_unpacklo_epi64(ab1, cd1);
-        x[4 * m + 3] = _mm512_unpackhi_epi64(ab1, cd1);
+
+    static __m512i rows(const char* a, const char* b, int c, __mmask32 mask, bool whole) {
+        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(load_dims(a + c, mask, whole)),
+                                                load_dims(b + c, mask, whole), 1);
+        return _mm512_xor_si512(_mm512_set1_epi8((char)0x80), both);
     }
-}
+};
+
+static inline __mmask32 mask_of_dims(int left) { return left >= 32 ? ~(__mmask32)0 : ((__mmask32)1 << left) - 1; }
 
 // kDim: head_dim, if the compiler may know it.
-template <int kRows, int kDim, class Rows>
-static void score_rows_int8(const char* q, const Tile& tile, const TileShape& shape, float* scores,
-                            bool prefetch) {
+template <int kRows, int kDim, bool kAsk, class Rows>
+static void score_rows_int8(const char* q, const Tile& tile, const TileShape& shape, float* scores) {
     const int head_dim = kDim ? kDim : shape.head_dim;
     const int64_t row_bytes = int8_row_bytes(head_dim), q_bytes = query_bytes_int8(head_dim);
+    Transposing now;
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        now.step(i, Rows(tile, 0, head_dim), 0, mask_of_dims(head_dim), kDim || head_dim >= 32);
     for (int t0 = 0; t0 < tile.padded; t0 += 16) {
-        const Rows k(tile, t0, head_dim);
+        const Rows k(tile, t0, head_dim), after(tile, t0 + 16 < tile.padded ? t0 + 16 : t0, head_dim);
+        // else GCC 12 computes the address of every word of the query beforehand, and keeps them on the stack
+        asm("" : "+r"(q));
         __m512i high[kRows], low[kRows];
         for (int r = 0; r < kRows; r++) high[r] = low[r] = _mm512_setzero_si512();
-        for (int c = 0; c < head_dim; c += 32) {
-            const __mmask32 mask = head_dim - c >= 32 ? ~(__mmask32)0 : ((__mmask32)1 << (head_dim - c)) - 1;
-            __m512i x[8];
-            load_transposed(k, c, mask, kDim || head_dim - c >= 32, x);
+        const auto add_dims = [&](int c) __attribute__((always_inline)) {
+            const int next = c + 32 < head_dim ? c + 32 : 0, left = head_dim - next;
+            Transposing then;
+#pragma GCC unroll 8
             for (int i = 0; i < 8; i++) {
-                if (prefetch && i % 2 == 0) k.ask(c % 64 / 4 + i, c);
+                if (kAsk && i % 2 == 0) k.ask(c % 64 / 4 + i, c);
+                then.step(i, next ? k : after, next, mask_of_dims(left), kDim || left >= 32);
                 for (int r = 0; r < kRows; r++) {
                     const char* from = q + r * q_bytes + c + 4 * i;
-                    high[r] = dot_bytes(high[r], x[i], from);
-                    low[r] = dot_bytes(low[r], x[i], from + row_bytes);
+                    high[r] = dot_bytes(high[r], now.x[i], from);
+                    low[r] = dot_bytes(low[r], now.x[i], from + row_bytes);
                 }
             }
-        }
+            for (int i = 0; i < 8; i++) now.x[i] = then.x[i];
+        };
+#pragma GCC unroll 4
+        for (int c = 0; c < kDim; c += 32) add_dims(c);
+        for (int c = kDim; c < head_dim; c += 32) add_dims(c);
         for (int r = 0; r < kRows; r++) {
             int32_t offset;
             memcpy(&offset, q + r * q_bytes + 2 * row_bytes, sizeof offset);
@@ -121,11 +142,12 @@ static void score_rows_int8(const char* q, const Tile& tile, const TileShape& sh
 template <int kDim, class Rows>
 static void score_int8_dim(const char* q, const Tile& tile, const TileShape& shape, float* scores) {
     int row = 0;
+    if (shape.rows >= 4) score_rows_int8<4, kDim, true, Rows>(q, tile, shape, scores), row = 4;
     for (; row + 4 <= shape.rows; row += 4)
-        score_rows_int8<4, kDim, Rows>(q + row * shape.q_bytes, tile, shape, scores + row * kTile, row == 0);
+        score_rows_int8<4, kDim, false, Rows>(q + row * shape.q_bytes, tile, shape, scores + row * kTile);
     q += row * shape.q_bytes;
-    if (shape.rows - row == 2) score_rows_int8<2, kDim, Rows>(q, tile, shape, scores + row * kTile, row == 0);
-    if (shape.rows - row == 1) score_rows_int8<1, kDim, Rows>(q, tile, shape, scores + row * kTile, row == 0);
+    if (shape.rows - row == 2) score_rows_int8<2, kDim, true, Rows>(q, tile, shape, scores + row * kTile);
+    if (shape.rows - row == 1) score_rows_int8<1, kDim, true, Rows>(q, tile, shape, scores + row * kTile);
 }
 
 static void score_int8(const void* q, const Tile& tile, const TileShape& shape, float* scores) {

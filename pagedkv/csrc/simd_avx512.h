@@ -25,7 +25,6 @@ static inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 static inline Vec abs(Vec a) { return _mm512_abs_ps(a); }
 static inline Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 static inline Vec select(Mask m, Vec a, Vec b) { return _mm512_mask_blend_ps(m, b, a); }
-static inline float sum(Vec x) { return _mm512_reduce_add_ps(x); }
 static inline float largest(Vec x) { return _mm512_reduce_max_ps(x); }
 
 // lanes whose index i satisfies begin <= i < end
@@ -88,13 +87,12 @@ static inline Vec exp2(Vec x) {
     x = _mm512_max_ps(_mm512_set1_ps(-150.0f), x);
     const Vec whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const Vec f = _mm512_sub_ps(x, whole);
-    Vec y = broadcast(1.52527338e-5f);  // ln(2)^k / k! from k = 7 down
-    y = fma(y, f, broadcast(1.54035304e-4f));
-    y = fma(y, f, broadcast(1.33335581e-3f));
-    y = fma(y, f, broadcast(9.61812911e-3f));
-    y = fma(y, f, broadcast(5.55041087e-2f));
-    y = fma(y, f, broadcast(2.40226507e-1f));
-    y = fma(y, f, broadcast(6.93147181e-1f));
+    Vec y = broadcast(1.53533620e-4f);  // a fit of 2^f on |f| <= 0.5, error 2e-9, exact at 0
+    y = fma(y, f, broadcast(1.33988750e-3f));
+    y = fma(y, f, broadcast(9.61843692e-3f));
+    y = fma(y, f, broadcast(5.55033237e-2f));
+    y = fma(y, f, broadcast(2.40226477e-1f));
+    y = fma(y, f, broadcast(6.93147182e-1f));
     y = fma(y, f, broadcast(1.0f));
     return _mm512_scalef_ps(y, whole);
 }
@@ -106,6 +104,18 @@ static inline Vec quads(Vec a, Vec b, Vec c, Vec d) {
     const Vec ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     const Vec cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
     return add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+}
+// to[i] = sum of the lanes of a[i], or the largest of them
+static inline void sums_of_four(const Vec* a, float* to) {
+    const Vec x = quads(a[0], a[1], a[2], a[3]), y = add(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    _mm_storeu_ps(to, _mm512_castps512_ps128(add(y, _mm512_shuffle_f32x4(y, y, 0xb1))));
+}
+static inline void largest_of_four(const Vec* a, float* to) {
+    const Vec ab = max(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+    const Vec cd = max(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    const Vec x = max(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    const Vec y = max(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    _mm_storeu_ps(to, _mm512_castps512_ps128(max(y, _mm512_shuffle_f32x4(y, y, 0xb1))));
 }
 static inline Vec sums(const Vec* a) {
     const Vec w = quads(a[0], a[1], a[2], a[3]), x = quads(a[4], a[5], a[6], a[7]);

@@ -32,58 +32,85 @@ static inline Vec tanh(Vec x) {
     return select(less(size, broadcast(0.75f)), near, select(less(x, zero()), sub(zero(), far), far));
 }
 
-// Scales, caps and masks the scores of one row, and returns their maximum.
-static inline float mask_row(float* s, const SoftmaxTile& tile, int row, int vectors) {
+// Whether a row sees all of so many vectors.
+static inline bool sees_all(const SoftmaxTile& tile, int row, int vectors) {
+    return tile.begin[row] <= 0 && tile.end[row] >= vectors * kLanes;
+}
+
+// Scores of one row, scaled, capped and masked, to x; and the largest, lane by lane. kPlain: all are visible, and
+// there is no cap.
+template <bool kPlain>
+static inline Vec mask_row(const float* s, const SoftmaxTile& tile, int row, int vectors, Vec* x) {
     const Vec lowest = broadcast(-INFINITY);
     const int begin = tile.begin[row], end = tile.end[row];
-    const bool all_visible = begin <= 0 && end >= vectors * kLanes;
-    const Vec factor = broadcast(tile.row_factor[row] * (tile.softcap != 0.0f ? 1.0f / tile.softcap : kLog2E));
+    const bool is_capped = !kPlain && tile.softcap != 0.0f;
+    const Vec factor = broadcast(tile.row_factor[row] * (is_capped ? 1.0f / tile.softcap : kLog2E));
     const Vec cap = broadcast(tile.softcap * kLog2E);
     Vec top = lowest;
     for (int i = 0; i < vectors; i++) {
-        Vec x = mul(load(s + i * kLanes), factor);
-        if (tile.k_scale) x = mul(x, load(tile.k_scale + i * kLanes));
-        if (tile.softcap != 0.0f) x = mul(tanh(x), cap);
-        if (!all_visible) x = select(lanes_between(begin - i * kLanes, end - i * kLanes), x, lowest);
-        store(s + i * kLanes, x);
-        top = max(x, top);
+        x[i] = mul(load(s + i * kLanes), factor);
+        if (tile.k_scale) x[i] = mul(x[i], load(tile.k_scale + i * kLanes));
+        if (is_capped) x[i] = mul(tanh(x[i]), cap);
+        if (!kPlain && !sees_all(tile, row, vectors))
+            x[i] = select(lanes_between(begin - i * kLanes, end - i * kLanes), x[i], lowest);
+        top = max(x[i], top);
     }
-    return largest(top);
+    return top;
 }
 
-// Turns the masked scores of one row into p, and returns their sum. A row that has seen nothing yet, with a
-// maximum of -inf, subtracts 0 rather than make inf - inf; exp2(-inf) is 0.
-static inline float weigh_row(float* s, float maximum, int vectors) {
-    const Vec base = broadcast(maximum == -INFINITY ? 0.0f : maximum);
+// Stores p of one row, and returns their sum, lane by lane.
+static inline Vec weigh_row(const Vec* x, Vec base, int vectors, float* p) {
     Vec total = zero();
     for (int i = 0; i < vectors; i++) {
-        const Vec p = exp2(sub(load(s + i * kLanes), base));
-        store(s + i * kLanes, p);
-        total = add(total, p);
+        const Vec weight = exp2(sub(x[i], base));
+        store(p + i * kLanes, weight);
+        total = add(total, weight);
     }
-    return sum(total);
+    return total;
+}
+
+// Up to four rows, each step for all of them: the latencies of one row hide behind the others. kWhole: four rows
+// that see a whole tile; what goes on stays in registers.
+template <bool kWhole>
+static void softmax_rows(float* scores, const SoftmaxTile& tile, int first, int some_rows, int some_vectors) {
+    const int rows = kWhole ? 4 : some_rows, vectors = kWhole ? kTile / kLanes : some_vectors;
+    Vec x[4][kTile / kLanes], reduced[4];
+    for (int r = rows; r < 4; r++) reduced[r] = zero();
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+        reduced[r] = mask_row<kWhole>(scores + (first + r) * kTile, tile, first + r, vectors, x[r]);
+    // change: by how much each maximum grows, negated. A row that has seen nothing yet, with a maximum of -inf,
+    // subtracts 0 rather than make inf - inf; exp2(-inf) is 0
+    float here[4], base[4], total[4], change[kLanes] = {};
+    largest_of_four(reduced, here);
+    for (int r = 0; r < rows; r++) {
+        const float before = tile.max[first + r], after = here[r] > before ? here[r] : before;
+        base[r] = after == -INFINITY ? 0.0f : after;
+        change[r] = after == -INFINITY ? 0.0f : before - after;
+        tile.max[first + r] = after;
+    }
+    float alpha[kLanes];
+    store(alpha, exp2(load(change)));
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+        reduced[r] = weigh_row(x[r], broadcast(base[r]), vectors, scores + (first + r) * kTile);
+    sums_of_four(reduced, total);
+    for (int r = 0; r < rows; r++) {
+        tile.alpha[first + r] = alpha[r];
+        tile.sum[first + r] = tile.sum[first + r] * alpha[r] + total[r];
+    }
 }
 
 static void softmax_tile(float* scores, const SoftmaxTile& tile) {
     const int vectors = (tile.count + kTokenGranule - 1) / kTokenGranule * kTokenGranule / kLanes;
-    // rows in groups, each step for all of them: the latencies of one row hide behind the others
-    for (int first = 0; first < tile.rows; first += kLanes) {
-        const int rows = tile.rows - first < kLanes ? tile.rows - first : kLanes;
-        float change[kLanes] = {};  // by how much each maximum grows, negated
-        for (int r = 0; r < rows; r++) {
-            const float before = tile.max[first + r];
-            const float here = mask_row(scores + (first + r) * kTile, tile, first + r, vectors);
-            const float after = here > before ? here : before;
-            change[r] = after == -INFINITY ? 0.0f : before - after;
-            tile.max[first + r] = after;
-        }
-        float alpha[kLanes];
-        store(alpha, exp2(load(change)));
-        for (int r = 0; r < rows; r++) {
-            const float total = weigh_row(scores + (first + r) * kTile, tile.max[first + r], vectors);
-            tile.alpha[first + r] = alpha[r];
-            tile.sum[first + r] = tile.sum[first + r] * alpha[r] + total;
-        }
+    for (int first = 0; first < tile.rows; first += 4) {
+        const int rows = tile.rows - first < 4 ? tile.rows - first : 4;
+        bool is_whole = rows == 4 && vectors == kTile / kLanes && tile.softcap == 0.0f;
+        for (int r = 0; r < rows; r++) is_whole &= sees_all(tile, first + r, vectors);
+        if (is_whole)
+            softmax_rows<true>(scores, tile, first, rows, vectors);
+        else
+            softmax_rows<false>(scores, tile, first, rows, vectors);
     }
 }
 

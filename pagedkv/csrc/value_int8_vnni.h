@@ -21,28 +21,48 @@ struct QuantizedWeights {
     float step[4];
 };
 
-static void quantize_weights(const float* p, const float* v_scale, int rows, const Tile& tile,
-                             QuantizedWeights* q) {
-    for (int r = 0; r < rows; r++) {
-        __m512 w[kTile / 16], top = zero();
-        __mmask16 nan = 0;
-        for (int i = 0; i < tile.padded / 16; i++) {
+// Lane r of each 128 bits: the largest of the lanes of a[r], as unsigned numbers.
+static inline __m512i largest_bits(const __m512i* a) {
+    const __m512i ab = _mm512_max_epu32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+    const __m512i cd = _mm512_max_epu32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+    __m512i x = _mm512_max_epu32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    x = _mm512_max_epu32(x, _mm512_shuffle_i32x4(x, x, 0x4e));
+    return _mm512_max_epu32(x, _mm512_shuffle_i32x4(x, x, 0xb1));
+}
+
+// The bytes of 64 words of 16 bits, in the order of tokens: packing goes by 128 bits, 4 tokens of each a[i].
+static inline __m512i pack_words(__m512i ab, __m512i cd) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(ab, cd));
+}
+
+template <int kRows>
+static inline void quantize_weights(const float* p, const float* v_scale, int count, QuantizedWeights* q) {
+    __m512 w[4][4];
+    __m512i top[4];
+    for (int r = 0; r < 4; r++) top[r] = _mm512_setzero_si512();
+    for (int r = 0; r < kRows; r++)
+        for (int i = 0; i < 4; i++) {
             // what lies beyond the last token is no scale
-            const __mmask16 valid = lanes_between(0, tile.count - 16 * i);
-            w[i] = _mm512_maskz_mul_ps(valid, load(p + r * kTile + 16 * i), load(v_scale + 16 * i));
-            nan |= _mm512_cmp_ps_mask(w[i], w[i], _CMP_UNORD_Q);
-            top = max(w[i], top);
+            const __mmask16 valid = lanes_between(0, count - 16 * i);
+            w[r][i] = _mm512_maskz_mul_ps(valid, load(p + r * kTile + 16 * i), load(v_scale + 16 * i));
+            // the bits of floats without sign are in their order, and NaN is the largest
+            top[r] = _mm512_max_epu32(top[r], _mm512_castps_si512(abs(w[r][i])));
         }
-        const float largest_weight = largest(top);
-        q->step[r] = nan ? float_of_bits(0x7fc00000) : largest_weight / 32767.0f;
-        // so small that its inverse would overflow: nothing
-        const __m512 inverse = broadcast(largest_weight < 1e-33f ? 0.0f : 32767.0f / largest_weight);
-        for (int i = 0; i < tile.padded / 16; i++) {
-            const __m512i x = _mm512_cvtps_epi32(mul(w[i], inverse));
-            _mm_storeu_si128((__m128i*)(q->high[r] + 4 * i), _mm512_cvtepi32_epi8(_mm512_srli_epi32(x, 7)));
-            _mm_storeu_si128((__m128i*)(q->low[r] + 4 * i),
-                             _mm512_cvtepi32_epi8(_mm512_and_si512(x, _mm512_set1_epi32(127))));
-        }
+    const Vec largest = _mm512_castsi512_ps(largest_bits(top));
+    _mm_storeu_ps(q->step, _mm512_castps512_ps128(mul(largest, broadcast(1.0f / 32767.0f))));
+    // so small that its inverse would overflow: nothing
+    const Vec all = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(largest, broadcast(1e-33f), _CMP_GE_OQ),
+                                        broadcast(32767.0f), largest);
+    const Vec inverse[4] = {_mm512_permute_ps(all, 0x00), _mm512_permute_ps(all, 0x55),
+                            _mm512_permute_ps(all, 0xaa), _mm512_permute_ps(all, 0xff)};
+    const __m512i low_bits = _mm512_set1_epi16(127);
+    for (int r = 0; r < kRows; r++) {
+        __m512i x[4];
+        for (int i = 0; i < 4; i++) x[i] = _mm512_cvtps_epi32(mul(w[r][i], inverse[r]));
+        const __m512i ab = _mm512_packs_epi32(x[0], x[1]), cd = _mm512_packs_epi32(x[2], x[3]);
+        _mm512_storeu_si512(q->high[r], pack_words(_mm512_srli_epi16(ab, 7), _mm512_srli_epi16(cd, 7)));
+        _mm512_storeu_si512(q->low[r], pack_words(_mm512_and_si512(ab, low_bits), _mm512_and_si512(cd, low_bits)));
     }
 }
 
@@ -52,57 +72,78 @@ static inline __m512i dot_bytes(__m512i acc, __m512i unsigned_bytes, __m512i sig
     return acc;
 }
 
-// Where 64 columns of V lie, row t + i for i < 4, and what to ask for meanwhile: as the rows of K, see
-// score_int8_vnni.h.
+// Where 64 columns of 16 rows of V lie, and what to ask for meanwhile: as the rows of K, see score_int8_vnni.h.
 template <int kRowBytes>
 struct DenseColumns {
-    const Tile& tile;
-    int64_t v, near, mid;
-    const char* far;
-    DenseColumns(const Tile& tile, int column)
-        : tile(tile), v(tile.v_head + column), near(tile.next_v_head + column),
-          mid(tile.far_v_head + column), far(tile.stretch_v + column * kTile) {}
-    const char* row(int t, int i) const { return tile.v[t] + v + i * kRowBytes; }
-    void ask(int t, int i) const {
-        ask_for(far + (t + i) * 64);
-        ask_for(far + (t + i) * 64 + 64);
-        const char* const both[] = {tile.far_v[t] + mid, tile.next_v[t] + near};
+    const char *v, *near, *mid, *far;
+    DenseColumns(const Tile& tile, int t0, int column)
+        : v(tile.v[t0] + tile.v_head + column), near(tile.next_v[t0] + tile.next_v_head + column),
+          mid(tile.far_v[t0] + tile.far_v_head + column), far(tile.stretch_v + column * kTile + t0 * 64) {}
+    const char* row(int t) const { return v + t * kRowBytes; }
+    void ask(int t) const {
+        ask_for(far + t * 64);
+        ask_for(far + t * 64 + 64);
+        const char* const both[] = {mid, near};
         for (const char* rows : both) {
-            ask_for(rows + i * kRowBytes);
-            ask_for(rows + (i + 1) * kRowBytes);
+            ask_for(rows + t * kRowBytes);
+            ask_for(rows + t * kRowBytes + kRowBytes);
         }
     }
 };
 struct LooseColumns {
     const Tile& tile;
-    int column;
-    LooseColumns(const Tile& tile, int column) : tile(tile), column(column) {}
-    const char* row(int t, int i) const { return tile.v[t + i] + tile.v_head + column; }
-    void ask(int t, int i) const {
-        ask_v(tile, t + i, column, 64);
-        ask_v(tile, t + i + 1, column, 64);
+    int t0, column;
+    LooseColumns(const Tile& tile, int t0, int column) : tile(tile), t0(t0), column(column) {}
+    const char* row(int t) const { return tile.v[t0 + t] + tile.v_head + column; }
+    void ask(int t) const {
+        ask_v(tile, t0 + t, column, 64);
+        ask_v(tile, t0 + t + 1, column, 64);
     }
 };
 
-// One pass over all tokens with one part (high or low) of the weights; it asks for rows t + ask, t + ask + 1.
+// Four tokens of 64 columns, side by side as in the drawing. In four steps, as in score_int8_vnni.h.
+template <bool kPart, class Columns>
+struct Interleaving {
+    __m512i x[4], ab0, ab1, cd0, cd1;
+
+    __attribute__((always_inline)) inline void step(int i, const Columns& columns, int t, __mmask64 mask) {
+        if (i < 2) {
+            const __m512i a = row(columns.row(t + 2 * i), mask), b = row(columns.row(t + 2 * i + 1), mask);
+            (i ? cd0 : ab0) = _mm512_unpacklo_epi8(a, b);
+            (i ? cd1 : ab1) = _mm512_unpackhi_epi8(a, b);
+        } else {
+            const __m512i ab = i == 2 ? ab0 : ab1, cd = i == 2 ? cd0 : cd1;
+            x[2 * i - 4] = _mm512_unpacklo_epi16(ab, cd);
+            x[2 * i - 3] = _mm512_unpackhi_epi16(ab, cd);
+        }
+    }
+
+    static __m512i row(const char* v, __mmask64 mask) {
+        return kPart ? _mm512_maskz_loadu_epi8(mask, v) : _mm512_loadu_si512(v);
+    }
+};
+
+// One pass over all tokens with one part (high or low) of the weights; of four rows it asks for two, the first or
+// the last. `now` holds the first tokens, before and afterwards.
 template <int kRows, bool kPart, class Columns>
-static inline void add_tokens(const uint32_t (*w)[kTile / 4], const Columns& columns, int padded, __mmask64 mask,
-                              int ask, __m512i* acc) {
-    for (int t = 0; t < padded; t += 4) {
-        __m512i v[4];
-        for (int i = 0; i < 4; i++)
-            v[i] = kPart ? _mm512_maskz_loadu_epi8(mask, columns.row(t, i)) : _mm512_loadu_si512(columns.row(t, i));
-        columns.ask(t, ask);
-        const __m512i ab0 = _mm512_unpacklo_epi8(v[0], v[1]), ab1 = _mm512_unpackhi_epi8(v[0], v[1]);
-        const __m512i cd0 = _mm512_unpacklo_epi8(v[2], v[3]), cd1 = _mm512_unpackhi_epi8(v[2], v[3]);
-        const __m512i x0 = _mm512_unpacklo_epi16(ab0, cd0), x1 = _mm512_unpackhi_epi16(ab0, cd0);
-        const __m512i x2 = _mm512_unpacklo_epi16(ab1, cd1), x3 = _mm512_unpackhi_epi16(ab1, cd1);
-        for (int r = 0; r < kRows; r++) {
-            const __m512i weight = _mm512_set1_epi32((int)w[r][t / 4]);
-            acc[4 * r] = dot_bytes(acc[4 * r], weight, x0);
-            acc[4 * r + 1] = dot_bytes(acc[4 * r + 1], weight, x1);
-            acc[4 * r + 2] = dot_bytes(acc[4 * r + 2], weight, x2);
-            acc[4 * r + 3] = dot_bytes(acc[4 * r + 3], weight, x3);
+__attribute__((always_inline)) static inline void add_tokens(const uint32_t (*w)[kTile / 4], const Tile& tile,
+                                                             int column, __mmask64 mask, int ask,
+                                                             Interleaving<kPart, Columns>& now, __m512i* acc) {
+    for (int t0 = 0; t0 < tile.padded; t0 += 16) {
+        const Columns v(tile, t0, column), after(tile, t0 + 16 < tile.padded ? t0 + 16 : 0, column);
+        const uint32_t* words = w[0] + t0 / 4;
+        asm("" : "+r"(words));  // as in score_int8_vnni.h
+        for (int t = 0; t < 16; t += 4) {
+            Interleaving<kPart, Columns> then;
+            v.ask(t + ask);
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                then.step(i, t < 12 ? v : after, t < 12 ? t + 4 : 0, mask);
+                if (i >= kRows) continue;
+                const __m512i weight = _mm512_set1_epi32((int)words[i * (kTile / 4) + t / 4]);
+                for (int j = 0; j < 4; j++) acc[4 * i + j] = dot_bytes(acc[4 * i + j], weight, now.x[j]);
+            }
+            for (int j = 0; j < 4; j++) now.x[j] = then.x[j];
         }
     }
 }
@@ -122,10 +163,12 @@ static void value_strip_int8(const QuantizedWeights& w, const Tile& tile, int co
                              const float* alpha, float* acc, int64_t acc_stride) {
     __m512i a[4 * kRows];
     for (int i = 0; i < 4 * kRows; i++) a[i] = _mm512_setzero_si512();
-    const Columns columns(tile, column);
-    add_tokens<kRows, kPart>(w.high, columns, tile.padded, mask, 0, a);
+    Interleaving<kPart, Columns> first;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) first.step(i, Columns(tile, 0, column), 0, mask);
+    add_tokens<kRows>(w.high, tile, column, mask, 0, first, a);
     for (int i = 0; i < 4 * kRows; i++) a[i] = _mm512_slli_epi32(a[i], 7);
-    add_tokens<kRows, kPart>(w.low, columns, tile.padded, mask, 2, a);
+    add_tokens<kRows>(w.low, tile, column, mask, 2, first, a);
     for (int r = 0; r < kRows; r++) {
         __m512 ordered[4];
         order_columns(a + 4 * r, ordered);
@@ -137,28 +180,29 @@ static void value_strip_int8(const QuantizedWeights& w, const Tile& tile, int co
 }
 
 template <int kRows, class Columns>
-static void value_rows_int8(const QuantizedWeights& w, const Tile& tile, int v_head_dim,
-                            const float* alpha, float* acc, int64_t acc_stride) {
+static void value_rows_int8(const float* p, const float* v_scale, const Tile& tile, const TileShape& shape,
+                            const float* alpha, float* acc) {
+    QuantizedWeights w;
+    quantize_weights<kRows>(p, v_scale, tile.count, &w);
     int column = 0;
-    for (; column + 64 <= v_head_dim; column += 64)
-        value_strip_int8<kRows, false, Columns>(w, tile, column, 0, alpha, acc, acc_stride);
-    if (column < v_head_dim)
-        value_strip_int8<kRows, true, Columns>(w, tile, column, ((__mmask64)1 << (v_head_dim - column)) - 1, alpha, acc,
-                                      acc_stride);
+    for (; column + 64 <= shape.v_head_dim; column += 64)
+        value_strip_int8<kRows, false, Columns>(w, tile, column, 0, alpha, acc, shape.acc_stride);
+    if (column == shape.v_head_dim) return;
+    const __mmask64 mask = ((__mmask64)1 << (shape.v_head_dim - column)) - 1;
+    value_strip_int8<kRows, true, Columns>(w, tile, column, mask, alpha, acc, shape.acc_stride);
 }
 
 template <class Columns>
 static void value_int8_in(const float* p, const float* v_scale, const Tile& tile, const TileShape& shape,
                           const float* alpha, float* acc) {
-    QuantizedWeights w;
     for (int row = 0; row < shape.rows;) {
         const int rows = shape.rows - row >= 4 ? 4 : shape.rows - row;
-        quantize_weights(p + row * kTile, v_scale, rows, tile, &w);
+        const float* weights = p + row * kTile;
         float* to = acc + row * shape.acc_stride;
         const float* factors = alpha + row;
-        if (rows == 4) value_rows_int8<4, Columns>(w, tile, shape.v_head_dim, factors, to, shape.acc_stride);
-        if (rows == 2) value_rows_int8<2, Columns>(w, tile, shape.v_head_dim, factors, to, shape.acc_stride);
-        if (rows == 1) value_rows_int8<1, Columns>(w, tile, shape.v_head_dim, factors, to, shape.acc_stride);
+        if (rows == 4) value_rows_int8<4, Columns>(weights, v_scale, tile, shape, factors, to);
+        if (rows == 2) value_rows_int8<2, Columns>(weights, v_scale, tile, shape, factors, to);
+        if (rows == 1) value_rows_int8<1, Columns>(weights, v_scale, tile, shape, factors, to);
         row += rows;
     }
 }
