@@ -44,7 +44,8 @@ def _read(
     """Vectors [n, num_q_heads, dim] of the tokens at ``positions``, each KV head repeated for its group."""
     blocks = args.block_tables[row].long()[positions // args.block_size]
     offsets = positions % args.block_size
-    tokens = values[blocks, :, offsets].double()
+    bits = values.view(torch.int8) if values.itemsize == 1 else values  # torch 2.6 cannot index fp8
+    tokens = bits[blocks, :, offsets].view(values.dtype).double()
     if scale is not None:
         tokens = tokens * scale[blocks, :, offsets].double().unsqueeze(-1)
     return tokens.repeat_interleave(args.group_size, dim=1)

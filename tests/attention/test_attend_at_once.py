@@ -15,7 +15,12 @@ from pagedkv.attention.cpu_backend import attend, attend_at_once
 from pagedkv.attention.testing import Batch, make_batch
 from pagedkv.errors import PagedKVError
 
-pytestmark = pytest.mark.skipif(native.reason() is not None, reason=str(native.reason()))
+pytestmark = [
+    pytest.mark.skipif(native.reason() is not None, reason=str(native.reason())),
+    pytest.mark.skipif(
+        not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="torch before 2.10 lacks the table"
+    ),
+]
 
 native_attend: Any = native.attend
 Options = dict[str, Any]
