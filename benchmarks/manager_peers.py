@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from pagedkv import KVCacheManager
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array
 
 BLOCK_SIZE = 16
 

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.manager_peers import BLOCK_SIZE, Pool
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array
 
 _HASH = get_hash_fn_by_name("sha256")
 _SAMPLING = SamplingParams(max_tokens=1_000_000)

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.manager_peers import BLOCK_SIZE, MakePeer, Peer, Pool, prompt
 from pagedkv.arithmetic import div_ceil
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array
 
 
 @dataclass(frozen=True)

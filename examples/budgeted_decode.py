@@ -22,7 +22,7 @@ else:  # run as a script
 
 from pagedkv import PagedKVCache
 from pagedkv.attention import paged_attention
-from pagedkv.page_table import Int64Array
+from pagedkv.block_tables import Int64Array
 from pagedkv.token_eviction import BlockMass, lightest_blocks, outside_window
 
 # choose(mass, num_blocks): the block table columns to drop

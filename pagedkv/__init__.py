@@ -7,13 +7,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from pagedkv.block_pool import BlockPool
+from pagedkv.block_tables import NULL_BLOCK
 from pagedkv.copies import BlockCopies
 from pagedkv.errors import BlockError, NeverFits, PagedKVError, SequenceError, SpecError
 from pagedkv.events import BlocksCleared, BlocksRemoved, BlocksStored, prefix_digests
 from pagedkv.manager import KVCacheManager
 from pagedkv.namespace import Media, Namespace
 from pagedkv.opened import Lookup, Opened
-from pagedkv.page_table import NULL_BLOCK, PAD_SLOT, PageTable
+from pagedkv.page_table import PAD_SLOT, PageTable
 from pagedkv.spec import KVCacheSpec, LayerSpec
 from pagedkv.stats import CacheBytes, ManagerStats
 from pagedkv.swap import SwapIn, SwapOut, SwapSpace, SwapStats

@@ -1,6 +1,6 @@
 from typing import Any
 
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array
 
 VERSION: int
 
@@ -24,7 +24,7 @@ def plan_growth(
 def grow_rows(
     blocks: Any, seq_len: Any, rows: Any, block_size: int, num_tokens: int, fresh: Any, /
 ) -> None: ...
-def commit_row(index: Any, blocks: Any, row: int, start: int, tokens: Any, /) -> bool: ...
+def commit_row(index: Any, blocks: Any, committed: Any, row: int, tokens: Any, /) -> bool: ...
 def store_tokens(
     index: Any, blocks: Any, seq_len: Any, committed: Any, rows: Any, tokens: Any, full: Any, /
 ) -> int: ...

@@ -1,7 +1,7 @@
 """Prompts that open sequences are about to compute, so that an equal one can wait instead."""
 
+from pagedkv.block_tables import Int32Array
 from pagedkv.content import SequenceExtra
-from pagedkv.page_table import Int32Array
 
 
 class Announced:
@@ -12,28 +12,26 @@ class Announced:
 
     def __init__(self) -> None:
         """Start with none."""
-        self._prompts: dict[int, tuple[Int32Array, SequenceExtra]] = {}
+        self.prompts: dict[int, tuple[Int32Array, SequenceExtra]] = {}
 
     def __len__(self) -> int:
         """Return how many prompts are announced."""
-        return len(self._prompts)
+        return len(self.prompts)
 
     def add(self, row: int, prompt: Int32Array, extra: SequenceExtra) -> None:
         """Note that the sequence of ``row`` computes ``prompt``, an array of its own."""
-        self._prompts[row] = prompt, extra
+        self.prompts[row] = prompt, extra
 
     def cut(self, row: int, committed: int, length: int) -> None:
         """Keep of the row's prompt what its first ``length`` tokens still hold and ``committed`` do not."""
-        if row in self._prompts:
-            prompt, extra = self._prompts.pop(row)
+        if row in self.prompts:
+            prompt, extra = self.prompts.pop(row)
             if committed < min(len(prompt), length):
-                self._prompts[row] = prompt[:length], extra
+                self.prompts[row] = prompt[:length], extra
 
     def common(self, prompt: Int32Array, extra: SequenceExtra, block_size: int) -> int:
         """How many full blocks of ``prompt`` an announced one begins with. Cost: O(n) for each of them."""
-        return max(
-            (_common(prompt, extra, *other, block_size) for other in self._prompts.values()), default=0
-        )
+        return max((_common(prompt, extra, *other, block_size) for other in self.prompts.values()), default=0)
 
 
 def _common(

@@ -6,12 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import core
-from pagedkv.block_pool import CACHED, FREE, NO_BLOCKS, BlockPool
+from pagedkv.block_pool import CACHED, NO_BLOCKS, BlockPool
+from pagedkv.block_tables import BlockTables, Int32Array
 from pagedkv.copies import PendingCopies
 from pagedkv.events import EventLog
 from pagedkv.fences import Fences
 from pagedkv.namespace import ExtraKeys
-from pagedkv.page_table import Int32Array, PageTable
 from pagedkv.policies.index_view import IndexView
 from pagedkv.policies.lru import LRU
 from pagedkv.policies.policy import EvictionPolicy
@@ -39,39 +39,33 @@ class BlockCache:
         self._view = IndexView(num_blocks, self.index, self.extra_keys)
         policy.bind(self._view)
         self.fences = Fences(self._give_up)
-        self.copies = PendingCopies()
+        self.copies = PendingCopies(self.release)
         self.events = EventLog(self.index)
         self.num_evicted = 0
         self.num_copied = 0
+        self.num_dropped = 0
 
     def acquire(
         self,
-        num_new: int,
+        new: Int32Array,
         shared: Int32Array = NO_BLOCKS,
         *,
-        spared: Int32Array = NO_BLOCKS,
         doomed: Int32Array = NO_BLOCKS,
-    ) -> Int32Array:
-        """Take references on ``shared`` and ``num_new`` new blocks, evicting exactly the shortfall.
+    ) -> None:
+        """Take references on ``shared`` and fill ``new`` with new blocks, evicting exactly the shortfall.
 
-        ``spared`` blocks, whose parents are ``shared``, are not evicted. ``doomed`` cached blocks, children
-        first, are evicted in any case, and before any other.
+        ``doomed`` cached blocks, children first, are evicted in any case, and before any other. What ``new``
+        holds is undefined if this fails.
         """
-        if self._all_compiled and not (
-            len(spared) or len(doomed) or len(self.extra_keys) or self.events.recording
-        ):
-            new: Int32Array = np.empty(num_new, np.int32)
+        if self._all_compiled and not (len(doomed) or len(self.extra_keys) or self.events.recording):
             num_evicted = take(self.pool, self.index, self.policy, new, shared)
             if num_evicted >= 0:
                 self.num_evicted += num_evicted
-                return new
-        return self._acquire_stepwise(num_new, shared, spared, doomed)
+                return
+        new[:] = self._acquire_stepwise(len(new), shared, doomed)
 
-    def _acquire_stepwise(
-        self, num_new: int, shared: Int32Array, spared: Int32Array, doomed: Int32Array
-    ) -> Int32Array:
-        keep = np.concatenate([shared, spared]) if len(spared) else shared
-        victims = self._victims(max(0, num_new - self.pool.num_free), keep, doomed)
+    def _acquire_stepwise(self, num_new: int, shared: Int32Array, doomed: Int32Array) -> Int32Array:
+        victims = self._victims(max(0, num_new - self.pool.num_free), shared, doomed)
         num_idle = self.pool.num_cached
         new = self.pool.acquire(num_new, shared, victims)
         try:
@@ -85,7 +79,7 @@ class BlockCache:
         if len(victims):
             if len(doomed):
                 self.policy.forget(victims[: len(doomed)])
-            self.policy.evict(victims[len(doomed) :], spared)
+            self.policy.evict(victims[len(doomed) :])
             self.num_evicted += len(victims)
         rest = doomed[len(victims) :]
         if len(rest):
@@ -111,21 +105,27 @@ class BlockCache:
         """Drop one reference each, deepest block first, so that children are evicted before parents.
 
         While a fence is open, it takes the references over, so that they are dropped in this order later.
+        What a copy into a block that nobody is left for would have read goes before its parents do.
         """
+        given_up = ids
+        dropped = self.copies.left_behind(ids, self.pool.ref_count, self.fences) if self.copies else []
+        if dropped:
+            given_up = np.concatenate([self.copies.read_by(dropped), ids])
         if self.fences:
-            self.fences.hold(ids)
+            self.fences.hold(given_up)
         else:
-            self._give_up(ids)
+            self._give_up(given_up)
+        self.copies.forget(dropped)
 
-    def cut_row(self, tables: PageTable, row: int, num_tokens: int) -> None:
+    def cut_row(self, tables: BlockTables, row: int, num_tokens: int) -> None:
         """Cut a sequence to its first ``num_tokens``, and ``release`` the blocks beyond.
 
         In one step where nobody else has to be told: no fence, no pending copy, no policy in Python.
         """
         if not (
             self._all_compiled
-            and not self.fences
-            and not self.copies
+            and not self.fences.open_numbers  # each a call less than its truth
+            and not self.copies.source_of
             and cut_row(
                 self.pool,
                 self.index,
@@ -144,9 +144,6 @@ class BlockCache:
         """Drop one reference each; full committed blocks without any stay cached."""
         if not (self._all_compiled and give_up(self.pool, self.index, self.policy, ids)):
             self._give_up_stepwise(ids)
-        if len(self.copies):
-            state = self.pool.state
-            self.copies.drop([block for block in self.copies.into(ids) if state[block] == FREE])
 
     def _give_up_stepwise(self, ids: Int32Array) -> None:
         self.policy.make_room(len(ids))
@@ -158,18 +155,18 @@ class BlockCache:
             self._evict(surplus, "policy")
 
     def fenced_only(self) -> Int32Array:
-        """Blocks that nothing but fences holds."""
-        return self.fences.held_alone(self.pool.ref_count)
+        """Blocks that nothing but fences, and copies that wait, holds."""
+        return self.fences.held_alone(self.pool.ref_count, self.copies.pending.src)
 
-    def extend_content(self, tables: PageTable, row: int, start: int, tokens: Int32Array) -> bool:
-        """Store committed ``tokens`` of a row and index what they fill, in one step.
+    def extend_content(self, tables: BlockTables, row: int, tokens: Int32Array) -> bool:
+        """Commit ``tokens`` of a row: store them, index what they fill, and count them, in one step.
 
-        False where more is to be done: somebody has to be told, or an equal block is indexed already.
+        False where it takes several: somebody has to be told, or an equal block is indexed already.
         """
         return (
             self._all_compiled
             and not self.events.recording
-            and commit_row(self.index, tables.blocks, row, start, tokens)
+            and commit_row(self.index, tables.blocks, tables.committed, row, tokens)
         )
 
     def share(self, ids: Int32Array, tokens: Int32Array, extra: Int32Array, parent: int) -> Int32Array:
@@ -222,7 +219,7 @@ class BlockCache:
         self.policy.forget(ids)
 
     def idle_behind(self, blocks: Int32Array) -> Int32Array | None:
-        """All content that builds on these blocks, children first; None if a fence holds some of it."""
+        """All content that builds on these blocks, children first; None if something holds some of it."""
         ids = self.index.behind(blocks)
         return ids if (self.pool.state[ids] == CACHED).all() else None
 
@@ -232,13 +229,19 @@ class BlockCache:
         return shared
 
     def replace(self, old: Int32Array, new: Int32Array) -> None:
-        """Let ``new`` blocks take the place of shared tails: note the copies, give up the old ones."""
-        self.copy(old, new)
-        for block in old.reshape(-1, 1):  # one by one, since several rows may hold the same tail
+        """Let ``new`` blocks take the place of shared tails, whose references pass to the copies."""
+        src = self.copies.sources(old)
+        for block in src[src != old].reshape(-1, 1):
+            self.pool.acquire(0, shared=block)
+        self.copy(src, new)
+        for block in old[src != old].reshape(-1, 1):
             self.release(block)
 
     def copy(self, src: Int32Array, dst: Int32Array) -> None:
-        """Let new blocks ``dst`` begin with what ``src`` hold, once the engine has run the copies."""
+        """Let new blocks ``dst`` begin with what ``src`` hold, once the engine has run the copies.
+
+        A reference on each of ``src`` is the copy's from now on.
+        """
         self.index.tokens[dst] = self.index.tokens[src]
         self.copies.note(src, dst)
         self.num_copied += len(dst)

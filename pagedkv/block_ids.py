@@ -5,8 +5,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.block_tables import Int32Array
 from pagedkv.errors import BlockError, PagedKVError, require_count
-from pagedkv.page_table import Int32Array
 
 NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
 

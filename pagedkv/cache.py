@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from pagedkv.arithmetic import div_ceil
+from pagedkv.block_tables import SeqId
 from pagedkv.errors import PagedKVError, SequenceError
 from pagedkv.manager import KVCacheManager
 from pagedkv.namespace import Media, Namespace
 from pagedkv.opened import Opened
-from pagedkv.page_table import SeqId
 from pagedkv.spec import KVCacheSpec
 from pagedkv.storage import KVPair, KVStorage, LayerKV, Layout
 
@@ -167,7 +167,7 @@ class PagedKVCache:
     def batch(self, seq_ids: Sequence[SeqId]) -> DecodeBatch:
         """Tables of a decode step in new tensors; for your own buffers use ``manager.tables``."""
         tables = self.manager.tables
-        lengths = tables.seq_len[tables.rows(seq_ids)]
+        lengths = tables.seq_lens(seq_ids)
         columns = max(1, div_ceil(int(lengths.max(initial=0)), tables.block_size))
         block_tables = np.empty((len(lengths), columns), np.int32)
         seq_lens, slots = np.empty(len(lengths), np.int32), np.empty(len(lengths), np.int64)

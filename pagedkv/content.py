@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv import core
+from pagedkv.block_tables import Int32Array
 from pagedkv.errors import PagedKVError
 from pagedkv.namespace import ExtraKeys, Media, Namespace, extra_keys_by_block, require_media
-from pagedkv.page_table import Int32Array
 
 MAX_TOKEN_ID = 2**31 - 1
 

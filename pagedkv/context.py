@@ -8,9 +8,9 @@ import numpy.typing as npt
 from pagedkv.announced import Announced
 from pagedkv.block_cache import BlockCache
 from pagedkv.block_pool import NO_BLOCKS
+from pagedkv.block_tables import BlockTables, Int32Array, Int64Array, SeqId
 from pagedkv.dropped import Dropped
 from pagedkv.errors import SequenceError
-from pagedkv.page_table import Int32Array, Int64Array, PageTable, SeqId
 from pagedkv.token_eviction import as_columns
 
 
@@ -44,7 +44,7 @@ class Context:
     ([17], 12)
     """
 
-    def __init__(self, cache: BlockCache, tables: PageTable, announced: Announced) -> None:
+    def __init__(self, cache: BlockCache, tables: BlockTables, announced: Announced) -> None:
         """Drop blocks of ``cache`` from the rows of ``tables``."""
         self._cache = cache
         self._tables = tables
@@ -63,9 +63,9 @@ class Context:
         A sequence that has dropped blocks can be forked, grow and be cut as far back as the last gap. Pins
         and priorities reach its blocks before the first gap; it cannot be swapped; what it had announced is
         not coming any more. Raises ``SequenceError`` for a sequence that is not open, a block that may not
-        go, or one that was cut inside a cached block and has not grown since, ``PagedKVError`` for columns
-        that are no distinct columns of its table; nothing has changed then. Cost: O(blocks of the sequence
-        and what is cached behind them), vectorised.
+        go, or a sequence that was cut inside a cached block and has not grown since, or that awaits one of
+        ``copies``; ``PagedKVError`` for columns that are no distinct columns of its table. Nothing has
+        changed then. Cost: O(blocks of the sequence and what is cached behind them), vectorised.
         """
         tables, size = self._tables, self._tables.block_size
         row = tables.row(seq_id)
@@ -79,6 +79,8 @@ class Context:
             )
         if length % size and self._cache.index.indexed[tables.blocks[row, length // size]]:
             raise SequenceError(f"the last block of {seq_id!r} is still cached as it was: append to it first")
+        if len(self._cache.copies):  # which hold a block, and rely on the row for what comes before it
+            self._cache.copies.require_done(tables.blocks[row, : tables.num_blocks(row)])
         known = tables.dropped.get(row)
         if not len(gone) and (known is None or not len(known.held)):
             return 0
@@ -94,7 +96,7 @@ class Context:
 
     def require_cut(self, seq_id: SeqId, num_tokens: int) -> None:
         """Refuse to cut a sequence to what is no length of it, or to so few tokens that a gap goes too."""
-        length, least = self._tables.num_tokens(seq_id), self.least_tokens(seq_id)
+        length, least = int(self._tables.seq_len[self._tables.row(seq_id)]), self.least_tokens(seq_id)
         whole = isinstance(num_tokens, (int, np.integer)) and not isinstance(num_tokens, bool)
         if not whole or not 0 <= num_tokens <= length:
             raise SequenceError(f"cannot truncate sequence {seq_id!r} of {length} tokens to {num_tokens}")
@@ -132,6 +134,7 @@ class Context:
         cache.release(given_up)
         tables.close_up(row, kept)
         tables.dropped[row] = left
+        cache.num_dropped += len(gone)
         self._announced.cut(row, int(tables.committed[row]), 0)
         return len(given_up)
 

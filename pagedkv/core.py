@@ -14,7 +14,7 @@ from pagedkv.errors import PagedKVError
 
 ENGINES = ("auto", "native", "numpy")
 
-VERSION = 3
+VERSION = 4
 """Of the calls between Python and the core, as csrc_core/module.cpp has it."""
 
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.block_tables import BlockTables, Int32Array, SeqId
 from pagedkv.content import as_token_array
 from pagedkv.copies import PendingCopies
 from pagedkv.errors import SequenceError, require_count
-from pagedkv.page_table import Int32Array, PageTable, SeqId
 
 
 def accepted_tokens(
-    tables: PageTable,
+    tables: BlockTables,
     copies: PendingCopies,
     seq_ids: Sequence[SeqId],
     drafts: Any,
@@ -33,8 +33,8 @@ def accepted_tokens(
             f"{len(seq_ids)} sequences, but {len(rows)} rows of tokens and {len(counts)} counts"
         )
     for seq_id, ids, count in zip(seq_ids, rows, counts, strict=True):
-        row, start = tables.row(seq_id), tables.num_committed(seq_id)
-        length = tables.num_tokens(seq_id)
+        row = tables.row(seq_id)
+        start, length = int(tables.committed[row]), int(tables.seq_len[row])
         if count > len(ids) or start + count > length:
             raise SequenceError(
                 f"cannot accept {count} of {len(ids)} tokens of {seq_id!r}: "

@@ -6,6 +6,7 @@ from itertools import islice
 
 import numpy as np
 
+from pagedkv.block_tables import Int32Array
 from pagedkv.errors import PagedKVError, require_count
 from pagedkv.event_batches import (
     EventBatch,
@@ -14,7 +15,6 @@ from pagedkv.event_batches import (
     require_msgspec,
 )
 from pagedkv.events import DEVICE, BlocksCleared, BlocksRemoved, BlocksStored, Event
-from pagedkv.page_table import Int32Array
 
 
 class BatchRing:

@@ -4,10 +4,10 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
+from pagedkv.block_tables import NULL_BLOCK, Int32Array
 from pagedkv.content import SequenceExtra, as_token_array
 from pagedkv.errors import PagedKVError
 from pagedkv.namespace import Media, Namespace
-from pagedkv.page_table import NULL_BLOCK, Int32Array
 
 DEVICE, HOST = "device", "host"
 """Tiers: where content can be hit. The manager keeps the device; the host, whoever stores blocks there."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 
 from pagedkv.block_ids import NO_BLOCKS
+from pagedkv.block_tables import Int32Array
 from pagedkv.errors import PagedKVError
-from pagedkv.page_table import Int32Array
 
 
 class Fences:
@@ -15,8 +15,8 @@ class Fences:
 
     Open one before work starts that may touch any block held now: an asynchronous step, a copy. From then
     on no block that is given up is handed out or evicted before the fence is signalled. It counts as
-    active until then, and can be hit if its content is cached. Blocks that ``copies`` read are not held:
-    let a copy run before, or on the same stream as, whatever is written later.
+    active until then, and can be hit if its content is cached. So are the blocks that ``copies`` read held
+    until their copies are taken, and from then on like any other that is given up.
     Cost: O(1), and O(blocks) to give them up.
 
     ::
@@ -38,19 +38,19 @@ class Fences:
     def __init__(self, give_up: Callable[[Int32Array], None]) -> None:
         """Start with no fence open; ``give_up`` drops the references that waited."""
         self._give_up = give_up
-        self._open: list[int] = []
+        self.open_numbers: list[int] = []
         self._next = 0
         # (youngest fence open at the release, ids), oldest first
         self._held: deque[tuple[int, Int32Array]] = deque()
 
     def __bool__(self) -> bool:
         """Tell whether any fence is open."""
-        return bool(self._open)
+        return bool(self.open_numbers)
 
     def open(self) -> int:
         """Open a fence; its number is never used again."""
         number, self._next = self._next, self._next + 1
-        self._open.append(number)
+        self.open_numbers.append(number)
         return number
 
     def signal(self, number: int) -> None:
@@ -58,10 +58,10 @@ class Fences:
 
         Raises ``PagedKVError`` if the fence is not open.
         """
-        if number not in self._open or isinstance(number, bool):
-            raise PagedKVError(f"fence {number!r} is not open ({len(self._open)} are)")
-        self._open.remove(number)
-        oldest = self._open[0] if self._open else self._next
+        if number not in self.open_numbers or isinstance(number, bool):
+            raise PagedKVError(f"fence {number!r} is not open ({len(self.open_numbers)} are)")
+        self.open_numbers.remove(number)
+        oldest = self.open_numbers[0] if self.open_numbers else self._next
         while self._held and self._held[0][0] < oldest:
             self._give_up(self._held[0][1])
             self._held.popleft()
@@ -71,17 +71,21 @@ class Fences:
     def hold(self, ids: Int32Array) -> None:
         """Keep blocks until the fences that are open now are signalled."""
         if len(ids):
-            self._held.append((self._open[-1], ids))
+            self._held.append((self.open_numbers[-1], ids))
 
     def held(self) -> list[Int32Array]:
         """Blocks that wait, in the order of their release."""
         return [ids for _, ids in self._held]
 
-    def held_alone(self, ref_count: Int32Array) -> Int32Array:
-        """Blocks that nothing but fences holds, by their references; ids below 1 are none, and left out."""
-        if not self._held:
+    def num_references(self, block: int) -> int:
+        """How many references on a block wait."""
+        return sum(int(np.count_nonzero(ids == block)) for _, ids in self._held)
+
+    def held_alone(self, ref_count: Int32Array, others: Int32Array = NO_BLOCKS) -> Int32Array:
+        """Blocks that only fences and ``others`` hold, by their references; ids below 1 are left out."""
+        if not self._held and not len(others):
             return NO_BLOCKS
-        ids, counts = np.unique(np.concatenate(self.held()), return_counts=True)
+        ids, counts = np.unique(np.concatenate([*self.held(), others]), return_counts=True)
         blocks, counts = ids[ids > 0], counts[ids > 0]
         alone: Int32Array = blocks[ref_count[blocks] == counts]
         return alone

@@ -39,7 +39,7 @@ def fragmentation(manager: KVCacheManager) -> Fragmentation:
     """
     return Fragmentation(
         manager.counts.active * manager.block_size - manager.used_slots,
-        sum(_duplicates(manager, row) for row in manager.tables.open_rows().tolist()),
+        sum(_duplicates(manager, row) for row in manager._tables.all_rows().tolist()),
         _unreachable(manager),
         _only_pinned(manager),
     )
@@ -47,8 +47,8 @@ def fragmentation(manager: KVCacheManager) -> Fragmentation:
 
 def _duplicates(manager: KVCacheManager, row: int) -> int:
     """Committed tokens in the last block of a row that an indexed block holds too."""
-    index, table = manager._cache.index, manager.tables.blocks[row]
-    full, count = divmod(int(manager.tables.committed[row]), manager.block_size)
+    index, table = manager._cache.index, manager._tables.blocks[row]
+    full, count = divmod(int(manager._tables.committed[row]), manager.block_size)
     if not manager.prefix_caching or not count or index.indexed[table[full]]:
         return 0
     extra = manager._seqs.extra(row).ids(manager._cache.extra_keys, full, 1)

@@ -5,15 +5,15 @@ import numpy as np
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_cache import BlockCache
 from pagedkv.block_pool import ACTIVE, CACHED, FREE, BlockPool
+from pagedkv.block_tables import BlockTables, Int32Array
 from pagedkv.errors import check
 from pagedkv.namespace import ExtraKeys
-from pagedkv.page_table import Int32Array, PageTable
 from pagedkv.policies.policy import EvictionPolicy
 from pagedkv.prefix_index import ROOT, PrefixIndex
 
 
 def check_invariants(
-    cache: BlockCache, tables: PageTable, pinned: list[Int32Array], prefix_caching: bool
+    cache: BlockCache, tables: BlockTables, pinned: list[Int32Array], prefix_caching: bool
 ) -> None:
     """Raise ``AssertionError`` naming the first broken invariant.
 
@@ -22,7 +22,7 @@ def check_invariants(
     pool, index = cache.pool, cache.index
     pool.check_invariants()
     unlisted = [state.held for state in tables.dropped.values()]
-    _check_tables(pool, tables, [*cache.fences.held(), *pinned, *unlisted])
+    _check_tables(pool, tables, [*cache.fences.held(), cache.copies.pending.src, *pinned, *unlisted])
     parent = _check_index(pool, index, cache.extra_keys)
     _check_policy(pool, cache.policy, parent)
     for seq_id in tables.seq_ids:
@@ -36,7 +36,7 @@ def check_invariants(
         check(np.array_equal(parent[chain[1:]], chain[:-1]), "a sequence's prefix is not a chain")
 
 
-def _checked_chain(index: PrefixIndex, tables: PageTable, row: int) -> Int32Array:
+def _checked_chain(index: PrefixIndex, tables: BlockTables, row: int) -> Int32Array:
     """What of a row with gaps others can find: the blocks of its chain, those outside the row included."""
     state = tables.dropped[row]
     num_chained, num_blocks = state.num_chained, tables.num_blocks(row)
@@ -49,8 +49,8 @@ def _checked_chain(index: PrefixIndex, tables: PageTable, row: int) -> Int32Arra
     return state.chain
 
 
-def _check_tables(pool: BlockPool, tables: PageTable, others: list[Int32Array]) -> None:
-    rows = tables.open_rows()
+def _check_tables(pool: BlockPool, tables: BlockTables, others: list[Int32Array]) -> None:
+    rows = tables.all_rows()
     counts = div_ceil(tables.seq_len[rows], tables.block_size)
     width = int(counts.max(initial=0))
     held = tables.blocks[rows, :width][np.arange(width) < counts[:, None]]

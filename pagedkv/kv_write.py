@@ -6,7 +6,7 @@ from functools import cache
 from torch import Tensor
 
 from pagedkv import native
-from pagedkv.page_table import NULL_BLOCK
+from pagedkv.block_tables import NULL_BLOCK
 from pagedkv.quantization import quantize
 
 

@@ -1,13 +1,41 @@
 """What is done to a whole pool while it is in use: forget all, move together, grow, shrink."""
 
+from typing import Protocol
+
 import numpy as np
 
-from pagedkv.block_cache import BlockCache
 from pagedkv.block_ids import require_num_blocks
-from pagedkv.block_pool import FREE
-from pagedkv.copies import BlockCopies
-from pagedkv.page_table import Int32Array, PageTable
-from pagedkv.retention import Retention
+from pagedkv.block_pool import FREE, BlockPool
+from pagedkv.block_tables import Int32Array
+from pagedkv.copies import BlockCopies, PendingCopies
+from pagedkv.fences import Fences
+
+
+class Contents(Protocol):
+    """What knows of blocks and their contents: a ``BlockCache``, or what stands in for one."""
+
+    pool: BlockPool
+    fences: Fences
+    copies: PendingCopies
+
+    def clear(self) -> None:
+        """Forget all content; nothing is held."""
+
+    def shed(self, count: int) -> None:
+        """Evict so many cached blocks."""
+
+    def rename(self, old: Int32Array, new: Int32Array) -> None:
+        """Give blocks with content the ids of free ones."""
+
+    def resize(self, num_blocks: int) -> None:
+        """Go on with ids ``1..num_blocks``; those that go are free."""
+
+
+class Holder(Protocol):
+    """Who names blocks by their ids."""
+
+    def rename(self, name: Int32Array) -> None:
+        """Block ``b`` is called ``name[b]`` from now on."""
 
 
 class Maintenance:
@@ -30,7 +58,7 @@ class Maintenance:
     BlockCounts(free=0, cached=0, active=2)
     """
 
-    def __init__(self, cache: BlockCache, tables: PageTable, retention: Retention) -> None:
+    def __init__(self, cache: Contents, tables: Holder, retention: Holder) -> None:
         """Look after the blocks of ``cache``, which ``tables`` and ``retention`` hold."""
         self._cache = cache
         self._tables = tables

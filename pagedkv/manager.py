@@ -10,6 +10,7 @@ from pagedkv.arithmetic import div_ceil
 from pagedkv.block_cache import BlockCache
 from pagedkv.block_ids import MOST_BLOCKS, require_num_blocks
 from pagedkv.block_pool import NO_BLOCKS, BlockCounts
+from pagedkv.block_tables import BlockTables, Int32Array, Int64Array, SeqId
 from pagedkv.content import SequenceExtra, as_token_array
 from pagedkv.context import Context
 from pagedkv.drafts import accepted_tokens
@@ -18,7 +19,7 @@ from pagedkv.invariants import check_invariants
 from pagedkv.maintenance import Maintenance
 from pagedkv.namespace import Media, Namespace
 from pagedkv.opened import Lookup, Opened
-from pagedkv.page_table import Int32Array, Int64Array, PageTable, SeqId
+from pagedkv.page_table import PageTable
 from pagedkv.policies import EvictionPolicy, make_policy
 from pagedkv.policies.residency import Residency
 from pagedkv.retention import Retention
@@ -45,11 +46,11 @@ class KVCacheManager:
     resize), ``context`` (blocks that a sequence drops from the middle).
 
     What is refused changes nothing: everything that can refuse, and every allocation that grows with the
-    request, comes before the first change. (Running out of memory for the few hundred bytes that some calls
-    need after it is not undone.) ``None`` or ``False`` means "not now": try again when
-    sequences have closed. A mistake raises a ``ValueError`` subclass: ``SequenceError``
-    for a wrong sequence or position, ``NeverFits`` for what this pool can never hold. (A sequence id
-    must be hashable; Python's ``TypeError`` says so, and nothing has changed.)
+    request, comes before the first change. (Running out of memory for the few hundred bytes that copies of
+    tails and ``commit_step`` need after it is not undone.) ``None`` or ``False`` means "not now": try again
+    when sequences have closed. A mistake raises a ``ValueError`` subclass: ``SequenceError`` for a wrong
+    sequence or position, ``NeverFits`` for what this pool can never hold. (A sequence id must be hashable;
+    Python's ``TypeError`` says so, and nothing has changed.)
     Not thread-safe: one scheduler owns it.
 
     Memory: 68 bytes per block and 4 per token slot with the compiled core (`pagedkv.core`), 70 per block
@@ -96,15 +97,16 @@ class KVCacheManager:
         if not isinstance(watermark, (int, float)) or not 0.0 <= watermark < 1.0:
             raise PagedKVError(f"watermark must be in [0, 1), got {watermark!r}")
         self.prefix_caching = policy is not None
-        self.tables = PageTable(max_seqs, div_ceil(self.max_seq_len, self.block_size), self.block_size)
+        self._tables = BlockTables(max_seqs, div_ceil(self.max_seq_len, self.block_size), self.block_size)
+        self.tables = PageTable(self._tables)
         order = make_policy("lru" if policy is None else policy)
         self._cache = BlockCache(num_blocks, self.block_size, order)
-        self._seqs = Sequences(self._cache, self.tables)
+        self._seqs = Sequences(self._cache, self._tables)
         self.copies, self.fences, self.events = self._cache.copies, self._cache.fences, self._cache.events
-        self.retention = Retention(self._cache, self.tables)
-        self.maintenance = Maintenance(self._cache, self.tables, self.retention)
+        self.retention = Retention(self._cache, self._tables)
+        self.maintenance = Maintenance(self._cache, self._tables, self.retention)
         self._announced = Announced()
-        self.context = Context(self._cache, self.tables, self._announced)
+        self.context = Context(self._cache, self._tables, self._announced)
         self._watermark = watermark
         self._counters = OpenCounters()
 
@@ -124,9 +126,8 @@ class KVCacheManager:
 
         Cost: O(max_seqs), and O(blocks of open sequences) for each partial tail that several share.
         """
-        return self.counts.active * self.block_size - unused_slots(
-            self._cache, self.tables, self._seqs.maybe_shared
-        )
+        unused = unused_slots(self._cache, self._tables, self._seqs.maybe_shared)
+        return self.counts.active * self.block_size - unused
 
     # -- sequences
 
@@ -152,7 +153,7 @@ class KVCacheManager:
         coming = 0
         if len(self._announced) and limit > 0:
             coming = max(0, self._announced.common(prompt[:limit], extra, self.block_size) - len(hit))
-        fits = self.tables.num_free_rows > 0 and self._fits_now(hit, self._blocks_for(total) - len(hit))
+        fits = self._tables.num_free_rows > 0 and self._fits_now(hit, self._blocks_for(total) - len(hit))
         return Lookup(len(prompt), len(hit) * self.block_size, coming * self.block_size, fits)
 
     def open(
@@ -181,7 +182,7 @@ class KVCacheManager:
         fit, ``SequenceError`` if ``seq_id`` is open. Cost: O(n), vectorised.
         """
         prompt = as_token_array(tokens)
-        if seq_id in self.tables:
+        if seq_id in self._tables:
             raise SequenceError(f"sequence {seq_id!r} is open already")
         num_tokens = len(prompt)
         self._require_fits(num_tokens)
@@ -191,7 +192,7 @@ class KVCacheManager:
             limit = min(require_count("max_cached_tokens", max_cached_tokens, 0), num_tokens)
         hit = self._match(prompt, extra, limit)
         fresh = self._blocks_for(num_tokens) - len(hit)
-        if not self.tables.num_free_rows or not self._fits_now(hit, fresh):
+        if not self._tables.num_free_rows or not self._fits_now(hit, fresh):
             return None
         cached, tail = len(hit) * self.block_size, NO_BLOCKS
         if partial_hits and self.prefix_caching:
@@ -200,13 +201,13 @@ class KVCacheManager:
             if count and self._fits_now(np.append(hit, np.int32(block)), fresh):
                 cached, tail = cached + count, np.array([block], np.int32)
         announced = prompt.copy() if announce and self.prefix_caching else None
-        row, new = self._seqs.add(seq_id, extra, fresh, hit, tail)
-        self.tables.fill(row, hit, new, num_tokens, cached)
+        opened = Opened(num_tokens, cached)  # what can fail comes before the first change
+        row = self._seqs.add(seq_id, extra, num_tokens, cached, hit, tail)
         self._cache.policy.hit(hit)
         self._counters.count_open(num_tokens, self.block_size, len(hit), cached)
         if announced is not None:
             self._announced.add(row, announced, extra)
-        return Opened(num_tokens, cached)
+        return opened
 
     def append(self, seq_id: SeqId, num_tokens: int = 1) -> bool:
         """``step`` for one sequence."""
@@ -221,10 +222,10 @@ class KVCacheManager:
         was in it. False when the blocks are not available now. Raises ``NeverFits`` beyond ``max_seq_len``.
         Cost: O(batch + new blocks), vectorised.
         """
-        rows = self.tables.rows(seq_ids)
+        rows = self._tables.rows(seq_ids)
         num_tokens = require_count("num_tokens", num_tokens, 0)
         if num_tokens > self.max_seq_len:  # and perhaps than an int64 can say
-            self._require_fits(int(self.tables.seq_len[rows].max(initial=0)) + num_tokens)
+            self._require_fits(int(self._tables.seq_len[rows].max(initial=0)) + num_tokens)
         growth = self._seqs.plan(rows, num_tokens)
         self._require_fits(growth.longest)
         return self._seqs.extend(growth)
@@ -238,9 +239,9 @@ class KVCacheManager:
         already, the sequence takes that one and gives up its own, so tables change. The manager keeps no
         prompt: that these are the tokens given to ``open`` is the caller's word. Cost: O(n), vectorised.
         """
-        row = self.tables.row(seq_id)
+        row = self._tables.row(seq_id)
         ids = as_token_array(tokens)
-        start, length = int(self.tables.committed[row]), int(self.tables.seq_len[row])
+        start, length = int(self._tables.committed[row]), int(self._tables.seq_len[row])
         stop = start + len(ids)
         if stop > length:
             raise SequenceError(
@@ -251,7 +252,7 @@ class KVCacheManager:
             return
         if len(self._cache.copies):
             first, last = start // self.block_size, div_ceil(stop, self.block_size)
-            self._cache.copies.require_done(self.tables.blocks[row, first:last])
+            self._cache.copies.require_done(self._tables.blocks[row, first:last])
         self._commit_row(row, ids, extra)
 
     def commit_step(
@@ -265,26 +266,26 @@ class KVCacheManager:
         uncommitted tokens left; none changes then. Cost: O(batch), vectorised, plus O(block_size) for each
         sequence whose block became full; with ``num_accepted`` as ``commit`` and ``truncate`` of each.
         """
-        rows = self.tables.rows(seq_ids)
+        rows = self._tables.rows(seq_ids)
         if num_accepted is not None:
-            drafts = accepted_tokens(self.tables, self.copies, seq_ids, tokens, num_accepted)
+            drafts = accepted_tokens(self._tables, self.copies, seq_ids, tokens, num_accepted)
             for row, accepted in zip(rows.tolist(), drafts, strict=True):
                 self._commit_row(row, accepted, self._seqs.extra(row))
-                self._cut_row(row, int(self.tables.committed[row]))
+                self._cut_row(row, int(self._tables.committed[row]))
             return
         ids = as_token_array(tokens)
         if len(ids) != len(rows):
             raise SequenceError(f"{len(rows)} sequences, but {len(ids)} tokens to commit")
         if len(self.copies) or not self.prefix_caching:
             self._require_uncommitted(seq_ids, rows)
-            at = self.tables.committed[rows] // self.block_size
-            self.copies.require_done(self.tables.blocks[rows, at])
+            at = self._tables.committed[rows] // self.block_size
+            self.copies.require_done(self._tables.blocks[rows, at])
         if self.prefix_caching and not self._seqs.commit_one(rows, ids):
             self._require_uncommitted(seq_ids, rows)
-        self.tables.committed[rows] += 1
+        self._tables.committed[rows] += 1
         if len(self._announced):
             for row in rows.tolist():
-                self._announced.cut(row, int(self.tables.committed[row]), int(self.tables.seq_len[row]))
+                self._announced.cut(row, int(self._tables.committed[row]), int(self._tables.seq_len[row]))
 
     def fork(self, seq_id: SeqId, child_id: SeqId) -> bool:
         """Open ``child_id`` as a copy of ``seq_id`` that shares every block, the partial tail included.
@@ -293,22 +294,20 @@ class KVCacheManager:
         caching the sequence must be committed to its end (``SequenceError``): two sequences must not
         disagree about what a shared slot holds. Cost: O(blocks), vectorised; allocates nothing.
         """
-        row = self.tables.row(seq_id)
-        if child_id in self.tables:
+        row = self._tables.row(seq_id)
+        if child_id in self._tables:
             raise SequenceError(f"sequence {child_id!r} is open already")
-        length, committed = int(self.tables.seq_len[row]), int(self.tables.committed[row])
+        length, committed = int(self._tables.seq_len[row]), int(self._tables.committed[row])
         if self.prefix_caching and committed < length:
             raise SequenceError(
                 f"commit or truncate {seq_id!r} before a fork: {committed} of {length} tokens are committed"
             )
-        if not self.tables.num_free_rows:
+        if not self._tables.num_free_rows:
             return False
-        blocks = self.tables.held(row)
+        blocks = self._tables.held(row)
         if committed < length:
             self._cache.copies.require_done(blocks[-1:])
-        child, _ = self._seqs.add(child_id, self._seqs.extra(row), 0, blocks, NO_BLOCKS)
-        self.tables.copy(row, child)
-        self._seqs.maybe_shared |= {row, child}
+        self._seqs.fork(row, blocks, child_id)
         return True
 
     def truncate(self, seq_id: SeqId, num_tokens: int) -> None:
@@ -317,16 +316,16 @@ class KVCacheManager:
         Raises ``SequenceError`` unless ``0 <= num_tokens <= length``, or at a gap. Cost: O(blocks given up).
         """
         self.context.require_cut(seq_id, num_tokens)
-        self._cut_row(self.tables.row(seq_id), int(num_tokens))
+        self._cut_row(self._tables.row(seq_id), int(num_tokens))
 
     def close(self, seq_id: SeqId) -> None:
         """Give up a sequence: full committed blocks stay cached, others become free.
 
         Raises ``SequenceError`` if it is not open. Cost: O(blocks), vectorised.
         """
-        row = self.tables.row(seq_id)
+        row = self._tables.row(seq_id)
         self._seqs.remove(seq_id, row)
-        if len(self._announced):
+        if self._announced.prompts:
             self._announced.cut(row, 0, 0)
 
     # -- being watched
@@ -344,30 +343,32 @@ class KVCacheManager:
             fenced_blocks=len(self._cache.fenced_only()),
             pinned_blocks=self.retention.num_pinned,
             indexed_blocks=len(self._cache.index),
-            num_seqs=len(self.tables),
+            num_seqs=len(self._tables),
             evicted_blocks=self._cache.num_evicted,
             copied_blocks=self._cache.num_copied,
+            dropped_blocks=self._cache.num_dropped,
             residency=policy.histograms() if isinstance(policy, Residency) else None,
             **vars(self._counters),
         )
 
     def check_invariants(self) -> None:
         """Raise ``AssertionError`` if any two parts disagree. Cost: O(pool + table), vectorised."""
-        check_invariants(self._cache, self.tables, self.retention.held(), self.prefix_caching)
+        check_invariants(self._cache, self._tables, self.retention.held(), self.prefix_caching)
 
     # -- inner steps: ``_commit_row`` and ``_cut_row`` refuse nothing any more
 
     def _commit_row(self, row: int, ids: Int32Array, extra: SequenceExtra) -> None:
-        if self.prefix_caching and len(ids) and row not in self.tables.dropped:
+        if self.prefix_caching and len(ids) and row not in self._tables.dropped:
             self._seqs.commit(row, ids, extra)
-        self.tables.committed[row] += len(ids)
+        else:
+            self._tables.committed[row] += len(ids)
         if len(self._announced):
-            self._announced.cut(row, int(self.tables.committed[row]), int(self.tables.seq_len[row]))
+            self._announced.cut(row, int(self._tables.committed[row]), int(self._tables.seq_len[row]))
 
     def _cut_row(self, row: int, num_tokens: int) -> None:
         self._seqs.cut(row, num_tokens, self._seqs.extra(row).truncated(num_tokens, self.block_size))
         if len(self._announced):
-            self._announced.cut(row, int(self.tables.committed[row]), num_tokens)
+            self._announced.cut(row, int(self._tables.committed[row]), num_tokens)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return div_ceil(num_tokens, self.block_size)
@@ -382,7 +383,7 @@ class KVCacheManager:
             )
 
     def _require_uncommitted(self, seq_ids: Sequence[SeqId], rows: Int64Array) -> None:
-        left = self.tables.committed[rows] < self.tables.seq_len[rows]
+        left = self._tables.committed[rows] < self._tables.seq_len[rows]
         if not left.all():
             raise SequenceError(f"sequence {seq_ids[int(left.argmin())]!r} has no uncommitted token left")
 
@@ -393,5 +394,5 @@ class KVCacheManager:
         """Tell whether ``fresh`` blocks and the idle ones among ``held`` can be had above the watermark."""
         pool = self._cache.pool
         need = fresh + (int(np.count_nonzero(pool.ref_count[held] == 0)) if len(held) else 0)
-        reserve = int(self._watermark * pool.num_blocks) if len(self.tables) else 0
+        reserve = int(self._watermark * pool.num_blocks) if len(self._tables) else 0
         return need == 0 or need <= pool.num_available - reserve

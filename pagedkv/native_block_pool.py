@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from pagedkv import _core
 from pagedkv.block_ids import NO_BLOCKS
+from pagedkv.block_tables import Int32Array
 from pagedkv.numpy_block_pool import NumpyBlockPool
-from pagedkv.page_table import Int32Array
 
 
 class NativeBlockPool(_core.Pool, NumpyBlockPool):

@@ -8,8 +8,8 @@ import numpy.typing as npt
 
 from pagedkv import _core
 from pagedkv.block_ids import as_renaming, refuse_above, resized
+from pagedkv.block_tables import Int32Array
 from pagedkv.numpy_prefix_index import ROOT, refuse_indexed, reversed_once
-from pagedkv.page_table import Int32Array
 
 _BY_BLOCK = ("tokens", "extra", "indexed", "_parent", "_first_child", "_next", "_prev")
 

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.block_ids import NO_BLOCKS, as_ids, resized
+from pagedkv.block_tables import NULL_BLOCK, Int32Array
 from pagedkv.errors import BlockError, check
-from pagedkv.page_table import NULL_BLOCK, Int32Array
 
 FREE, CACHED, ACTIVE = 0, 1, 2
 """No content; content reusable and evictable, ref_count 0; ref_count > 0."""

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.block_ids import as_renaming, refuse_above, resized
+from pagedkv.block_tables import NULL_BLOCK, Int32Array
 from pagedkv.errors import BlockError
-from pagedkv.page_table import NULL_BLOCK, Int32Array
 
 ROOT = NULL_BLOCK
 """Parent of the first block of every sequence."""

@@ -27,7 +27,7 @@ _STATES = ("free", "cached", "active")
 _BLOCKS = "Blocks of the pool by state, in blocks: free (no content), cached (evictable) or active (held)."
 
 _GAUGES = (
-    _Field("fenced_blocks", "pagedkv_fenced_blocks", "Active blocks that only fences hold, in blocks."),
+    _Field("fenced_blocks", "pagedkv_fenced_blocks", "Active blocks held by fences or copies, in blocks."),
     _Field("pinned_blocks", "pagedkv_pinned_blocks", "Active blocks that have a pin, in blocks."),
     _Field("indexed_blocks", "pagedkv_indexed_blocks", "Blocks that can be found by content, in blocks."),
     _Field("used_slots", "pagedkv_used_tokens", "Slots of active blocks that are in use, in tokens."),
@@ -43,6 +43,8 @@ _COUNTERS = (
     _Field("hit_blocks", "pagedkv_hit_blocks_total", "Full prompt blocks that were cached, in blocks."),
     _Field("evicted_blocks", "pagedkv_evicted_blocks_total", "Cached blocks that were evicted, in blocks."),
     _Field("copied_blocks", "pagedkv_copied_blocks_total", "Blocks copied before a write, in blocks."),
+    _Field("dropped_blocks", "pagedkv_dropped_blocks_total", "Blocks dropped from contexts, in blocks."),
+    _Field("dropped_tokens", "pagedkv_dropped_tokens_total", "Tokens dropped from contexts, in tokens."),
 )
 
 _HISTOGRAMS = (
@@ -75,8 +77,9 @@ class ManagerCollector:
     Gauges: ``pagedkv_blocks{state="free|cached|active"}``, whose sum is the pool, ``pagedkv_fenced_blocks``,
     ``pagedkv_pinned_blocks``, ``pagedkv_indexed_blocks``, ``pagedkv_used_tokens``,
     ``pagedkv_block_size_tokens``, ``pagedkv_open_sequences``. Counters: ``pagedkv_opened_sequences_total``,
-    and ``pagedkv_{queried,hit}_tokens_total``, ``pagedkv_{queried,hit,evicted,copied}_blocks_total``. Hit
-    rate over five minutes: ``rate(pagedkv_hit_tokens_total[5m]) / rate(pagedkv_queried_tokens_total[5m])``.
+    and ``pagedkv_{queried,hit,dropped}_tokens_total``,
+    ``pagedkv_{queried,hit,evicted,copied,dropped}_blocks_total``. Hit rate over five minutes:
+    ``rate(pagedkv_hit_tokens_total[5m]) / rate(pagedkv_queried_tokens_total[5m])``.
     Histograms, of managers whose policy is a ``Residency`` with a clock in seconds:
     ``pagedkv_block_lifetime_seconds``, ``pagedkv_idle_before_eviction_seconds``,
     ``pagedkv_reuse_gap_seconds``.

@@ -100,6 +100,24 @@ def best_child(
     return best, most
 
 
+def used_slots(by_path: dict[Path, ModelBlock], seqs: Iterable[ModelSequence], block_size: int) -> int:
+    """Slots of held blocks that a sequence has reached, and all of a block that is indexed."""
+    filled: dict[int, int] = {id(b): block_size for b in by_path.values() if b.refs}
+    for seq in seqs:
+        for i, block in enumerate(seq.blocks):
+            reached = min(block_size, seq.length - i * block_size)
+            filled[id(block)] = max(filled.get(id(block), 0), reached)
+    return sum(filled.values())
+
+
+def num_held_alone(references: Sequence[ModelBlock]) -> int:
+    """How many blocks nothing else holds: ``references`` names each as often as it is held there."""
+    counts: dict[int, int] = {}
+    for block in references:
+        counts[id(block)] = counts.get(id(block), 0) + 1
+    return sum(block.refs == counts.pop(id(block), -1) for block in references)
+
+
 def paths_behind(by_path: Iterable[Path], block: ModelBlock) -> list[Path]:
     """What builds on a block, deepest first."""
     path = block.path
@@ -114,8 +132,8 @@ def shared_tails(
 ) -> tuple[list[ModelSequence], list[ModelBlock], list[ModelBlock]]:
     """What must happen to the partial tails of sequences that are to grow.
 
-    Returns the sequences that must copy theirs, tails that the last of their holders keeps, and tails
-    that it would keep if nothing cached built on them.
+    Returns the sequences that must copy theirs, tails that the longest of their holders (and the last of
+    several) keeps, and tails that it would keep if nothing cached built on them.
     """
     partial = [s for s in seqs if s.length % block_size]
     copies = [s for s in partial if s.blocks[-1].refs > 1 or s.blocks[-1].path is not None]
@@ -125,6 +143,6 @@ def shared_tails(
         if len(holders) == block.refs and paths_behind(by_path, block):
             burdened.append(block)
         elif len(holders) == block.refs:
-            copies.remove(holders[-1])
+            copies.remove(max(reversed(holders), key=lambda s: s.length))
             kept.append(block)
     return copies, kept, burdened

@@ -17,6 +17,7 @@ def drop_blocks(model: ReferenceManager, seq_id: Hashable, columns: Sequence[int
     for block in given_up:
         model._release(block)
     model.announced.pop(seq_id, None)
+    model._count(dropped=len(columns))
     return len(given_up)
 
 

@@ -10,9 +10,11 @@ from pagedkv.reference_blocks import (
     ModelSequence,
     Path,
     best_child,
+    num_held_alone,
     path_of,
     paths_behind,
     shared_tails,
+    used_slots,
 )
 from pagedkv.reference_policies import REFERENCE_POLICIES, ReferencePolicy
 
@@ -44,43 +46,34 @@ class ReferenceManager:
         block_size), or None for no prefix cache.
         """
         self.num_blocks, self.block_size, self.max_seqs = num_blocks, block_size, max_seqs
-        self.watermark = watermark
-        self.free = num_blocks
+        self.watermark, self.free = watermark, num_blocks
         self.prefix_caching = policy is not None
         make = REFERENCE_POLICIES[policy or "lru"] if not callable(policy) else policy
         self.policy = make(num_blocks, block_size)
         self.by_path: dict[Path, ModelBlock] = {}  # oldest content first
         self.cached: list[ModelBlock] = []  # least recently released first
         self.seqs: dict[Hashable, ModelSequence] = {}
-        self.counters = dict.fromkeys(
-            ("evicted", "copied", "opened", "queried_tokens", "hit_tokens", "queried_blocks", "hit_blocks"), 0
-        )
+        names = "evicted copied dropped opened queried_tokens hit_tokens queried_blocks hit_blocks"
+        self.counters = dict.fromkeys(names.split(), 0)
         self.announced: dict[Hashable, Announced] = {}
         self.pins: dict[int, list[ModelBlock]] = {}
         self.open_fences: list[int] = []
         self.fenced: list[tuple[set[int], ModelBlock]] = []  # (open fences that it waits for, block)
+        self.copies: list[tuple[ModelBlock, ModelBlock]] = []  # (source, which it holds, and destination)
         self.events: list[ModelEvent] = []
 
     def state(self) -> dict[str, object]:
         """Everything that must agree with ``manager_state`` of the manager."""
+        waiting = [block for _, block in self.fenced] + [source for source, _ in self.copies]
         return {
             "counts": (self.free, len(self.cached), self.num_blocks - self.free - len(self.cached)),
             "sequences": {seq_id: (s.length, len(s.tokens)) for seq_id, s in self.seqs.items()},
             "indexed": len(self.by_path),
-            "used_slots": self.used_slots(),
+            "used_slots": used_slots(self.by_path, self.seqs.values(), self.block_size),
             "pinned": len({id(block) for blocks in self.pins.values() for block in blocks}),
-            "fenced": self._num_fenced_only(),
+            "fenced": num_held_alone(waiting),
             "counters": self.counters,
         }
-
-    def used_slots(self) -> int:
-        """Slots of held blocks that a sequence has reached, and all of a block that is indexed."""
-        filled: dict[int, int] = {id(b): self.block_size for b in self.by_path.values() if b.refs}
-        for seq in self.seqs.values():
-            for i, block in enumerate(seq.blocks):
-                reached = min(self.block_size, seq.length - i * self.block_size)
-                filled[id(block)] = max(filled.get(id(block), 0), reached)
-        return sum(filled.values())
 
     # -- sequences
 
@@ -125,16 +118,17 @@ class ReferenceManager:
         fresh = self._blocks_for(length) - len(hit)
         if len(self.seqs) == self.max_seqs or not self._fits(hit, fresh):
             return None
-        source, count = None, 0
-        if partial_hits:
-            source, count = best_child(self.by_path, prompt, len(hit), limit - len(hit) * self.block_size)
+        most = limit - len(hit) * self.block_size if partial_hits else 0
+        source, count = best_child(self.by_path, prompt, len(hit), most)
         if source is None or not self._fits([*hit, source], fresh):
             source, count = None, 0
         cached = len(hit) * self.block_size + count
         seq = ModelSequence(prompt[0], media, length)
-        for block in hit:
+        for block in [*hit, *([source] if source else [])]:
             self._hold(block)
-        seq.blocks = hit + self._take(fresh, spared=source)
+        seq.blocks = hit + self._take(fresh)
+        if source:
+            self.copies.append((source, seq.blocks[len(hit)]))
         seq.tokens = list(tokens[:cached])
         for block in hit:
             self.policy.hit(block)
@@ -171,7 +165,7 @@ class ReferenceManager:
         fresh = self._take(sum(grow) + len(copies))
         for s in copies:
             old, s.blocks[-1] = s.blocks[-1], fresh.pop()
-            self._release(old)
+            self._copy(old, s.blocks[-1])
         for block in private:
             if block.path is not None:
                 self._forget(block, "rewritten")
@@ -265,6 +259,12 @@ class ReferenceManager:
             self.policy.retain(seq.blocks[i], priority)
         return len(ids)
 
+    def take_copies(self) -> None:
+        """Let go of what the copies read."""
+        copies, self.copies = self.copies, []
+        for source, _ in copies:
+            self._release(source)
+
     def open_fence(self, number: int) -> None:
         """Blocks given up from now on wait for it."""
         self.open_fences.append(number)
@@ -300,8 +300,8 @@ class ReferenceManager:
             return False
         while active + len(self.cached) > num_blocks:
             self._evict(self.policy.choose(self._leaves()), "capacity", chosen=True)
-        self.num_blocks, self.free = num_blocks, num_blocks - active - len(self.cached)
         self.policy.resize(num_blocks)
+        self.num_blocks, self.free = num_blocks, num_blocks - active - len(self.cached)
         return True
 
     # -- inner steps
@@ -337,10 +337,9 @@ class ReferenceManager:
         parents = {path[:-1] for path in self.by_path}
         return [block for block in self.cached if block.path not in parents]
 
-    def _take(self, count: int, spared: ModelBlock | None = None) -> list[ModelBlock]:
+    def _take(self, count: int) -> list[ModelBlock]:
         for _ in range(count - self.free):
-            victim = self.policy.choose([block for block in self._leaves() if block is not spared])
-            self._evict(victim, "capacity", chosen=True)
+            self._evict(self.policy.choose(self._leaves()), "capacity", chosen=True)
         self.free -= max(count, 0)
         return [ModelBlock() for _ in range(count)]
 
@@ -366,7 +365,19 @@ class ReferenceManager:
             self.cached.remove(block)
         block.refs += 1
 
+    def _copy(self, old: ModelBlock, new: ModelBlock) -> None:
+        """Hold ``old`` for the copy, in place of a sequence; or else what ``old`` is to be a copy of."""
+        source = next((src for src, dst in self.copies if dst is old), old)
+        self.copies.append((source, new))
+        if source is not old:
+            source.refs += 1
+            self._release(old)
+
     def _release(self, block: ModelBlock) -> None:
+        alone = block.refs == 1 + sum(block is other for _, other in self.fenced)
+        for copy in [c for c in self.copies if alone and c[1] is block]:
+            self.copies.remove(copy)  # nobody is left for it
+            self._release(copy[0])
         if self.open_fences:
             self.fenced.append((set(self.open_fences), block))
         else:
@@ -382,12 +393,6 @@ class ReferenceManager:
                 self._evict(surplus, "policy", chosen=True)
         elif not block.refs:
             self.free += 1
-
-    def _num_fenced_only(self) -> int:
-        waits: dict[int, int] = {}
-        for _, block in self.fenced:
-            waits[id(block)] = waits.get(id(block), 0) + 1
-        return sum(block.refs == waits.pop(id(block), -1) for _, block in self.fenced)
 
     def _count(self, **more: int) -> None:
         for name, count in more.items():

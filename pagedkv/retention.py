@@ -6,8 +6,8 @@ import numpy as np
 
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_pool import BlockPool
+from pagedkv.block_tables import BlockTables, Int32Array, SeqId
 from pagedkv.errors import PagedKVError, SequenceError, require_count
-from pagedkv.page_table import Int32Array, PageTable, SeqId
 from pagedkv.policies.policy import EvictionPolicy
 from pagedkv.prefix_index import PrefixIndex
 
@@ -35,7 +35,7 @@ class Retention:
     BlockCounts(free=1, cached=1, active=0)
     """
 
-    def __init__(self, cache: Keeper, tables: PageTable) -> None:
+    def __init__(self, cache: Keeper, tables: BlockTables) -> None:
         """Start with no pin on any of ``cache``'s blocks."""
         self._cache = cache
         self._tables = tables
@@ -49,7 +49,7 @@ class Retention:
         pins, each is one reference on it. Returns the pin's number, which is never used again. Raises
         ``SequenceError`` if there is no such full block. Cost: O(blocks), vectorised.
         """
-        committed = self._tables.num_committed(seq_id)
+        committed = int(self._tables.committed[self._tables.row(seq_id)])
         wanted = committed if num_tokens is None else require_count("num_tokens", num_tokens, 0)
         blocks = self._to_pin(seq_id, wanted)
         if not len(blocks):
@@ -119,7 +119,7 @@ class Retention:
     def _columns(self, seq_id: SeqId, start: int, stop: int | None) -> tuple[int, slice]:
         """The row, and its full committed columns before any gap that hold any of these tokens."""
         row, size = self._tables.row(seq_id), self._tables.block_size
-        committed = self._tables.num_committed(seq_id)
+        committed = int(self._tables.committed[row])
         stop = committed if stop is None else require_count("stop", stop, 0)
         if not require_count("start", start, 0) <= stop <= committed:
             raise SequenceError(f"{committed} tokens of {seq_id!r} are committed, got {start}..{stop}")

@@ -1,7 +1,7 @@
 """What a step does to the rows of a batch, in one pass: compiled or, here, in numpy.
 
 ``blocks`` [max_seqs, max_blocks_per_seq] int32, ``seq_len`` and ``committed`` [max_seqs] int64 are those of
-the `pagedkv.page_table.PageTable`; ``rows`` [batch] int64 are distinct and open. Cost: O(batch + new blocks).
+`pagedkv.block_tables.BlockTables`; ``rows`` [batch] int64 are distinct and open. Cost: O(batch + new blocks).
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ import numpy as np
 from pagedkv import core
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_pool import BlockPool
-from pagedkv.page_table import Int32Array, Int64Array
+from pagedkv.block_tables import Int32Array, Int64Array
 from pagedkv.prefix_index import PrefixIndex
 
 __all__ = ["grow_rows", "plan_growth", "store_tokens"]

@@ -6,8 +6,8 @@ import numpy as np
 
 from pagedkv.block_cache import BlockCache
 from pagedkv.block_pool import NO_BLOCKS
+from pagedkv.block_tables import BlockTables, Int32Array, Int64Array, SeqId
 from pagedkv.content import NO_EXTRA, SequenceExtra
-from pagedkv.page_table import Int32Array, Int64Array, PageTable, SeqId
 from pagedkv.prefix_index import ROOT
 from pagedkv.row_batches import grow_rows, plan_growth, store_tokens
 from pagedkv.tails import NO_TAILS, shared_tails
@@ -30,7 +30,7 @@ class Growth(NamedTuple):
 class Sequences:
     """The rows of the page table, and what each holds of the block cache."""
 
-    def __init__(self, cache: BlockCache, tables: PageTable) -> None:
+    def __init__(self, cache: BlockCache, tables: BlockTables) -> None:
         """Start with no sequence in ``tables``."""
         self.cache = cache
         self.tables = tables
@@ -74,34 +74,69 @@ class Sequences:
         return self.cache.index.best_child(row, extra_id, int(hit[-1]) if len(hit) else ROOT)
 
     def add(
-        self, seq_id: SeqId, extra: SequenceExtra, num_new: int, shared: Int32Array, tail: Int32Array
-    ) -> tuple[int, Int32Array]:
-        """Row and new blocks of a sequence that holds ``shared``; nothing is left of it if that fails.
+        self,
+        seq_id: SeqId,
+        extra: SequenceExtra,
+        num_tokens: int,
+        num_cached: int,
+        hit: Int32Array,
+        tail: Int32Array,
+    ) -> int:
+        """Open a row that holds ``hit`` and then new blocks; nothing is left of it if that fails.
 
-        The first new block becomes a copy of ``tail``, if there is one, which is not evicted for them.
+        The first new block becomes a copy of ``tail``, if there is one, which is held until it is.
         """
         row = self.tables.add(seq_id)
         try:
             self.set_extra(row, extra)
-            new = self.cache.acquire(num_new, shared, spared=tail)
+            new = self.tables.fill(row, hit, num_tokens, num_cached)
+            self.cache.acquire(new, np.concatenate([hit, tail]) if len(tail) else hit)
         except BaseException:
-            self.set_extra(row, NO_EXTRA)
-            self.tables.remove(seq_id)
+            self._forget(seq_id, row)
             raise
         if len(tail):
-            self.cache.copy(tail, new[:1])
-        return row, new
+            try:
+                self.cache.copy(tail, new[:1])
+            except BaseException:
+                for ids in (new[::-1], tail, hit[::-1]):
+                    self.cache.release(ids)
+                self._forget(seq_id, row)
+                raise
+        return row
+
+    def fork(self, row: int, blocks: Int32Array, child_id: SeqId) -> None:
+        """Open a row that holds the same ``blocks`` as another; nothing is left of it if that fails."""
+        shown: set[int] = set()
+        child = self.tables.add(child_id)
+        try:
+            shown = {row, child} - self.maybe_shared
+            self.set_extra(child, self.extra(row))
+            self.tables.copy(row, child)
+            self.maybe_shared |= shown
+            self.cache.acquire(np.empty(0, np.int32), blocks)
+        except BaseException:
+            self.maybe_shared -= shown
+            self._forget(child_id, child)
+            raise
 
     def remove(self, seq_id: SeqId, row: int) -> None:
         """Give up a sequence and its row."""
-        if row in self.tables.dropped:
-            self.cache.release(self.tables.held(row)[::-1])
-            self.tables.cut(row, 0)
+        tables = self.tables
+        if row in tables.dropped:
+            self.cache.release(tables.held(row)[::-1])
+            tables.cut(row, 0)
         else:
-            self.cache.cut_row(self.tables, row, 0)
-        self.tables.remove(seq_id)
+            self.cache.cut_row(tables, row, 0)
+        tables.remove(seq_id)
         self.maybe_shared.discard(row)
+        if row in self._extra:
+            self.set_extra(row, NO_EXTRA)
+
+    def _forget(self, seq_id: SeqId, row: int) -> None:
+        """Take a row back that holds nothing yet."""
+        self.tables.cut(row, 0)
         self.set_extra(row, NO_EXTRA)
+        self.tables.remove(seq_id)
 
     def cut(self, row: int, num_tokens: int, extra: SequenceExtra) -> None:
         """Keep the first ``num_tokens`` of a sequence, and give up the blocks beyond."""
@@ -127,7 +162,7 @@ class Sequences:
         """Make room for more in each row, as planned, or in none."""
         cache, tables = self.cache, self.tables
         rows, num_tokens, _, grown, shared = growth
-        tails = shared_tails(cache, shared) if shared.size else NO_TAILS
+        tails = shared_tails(cache, shared, tables.seq_len[rows]) if shared.size else NO_TAILS
         available, doomed = cache.pool.num_available, NO_BLOCKS
         total = grown + len(tails.copied)
         if total - len(tails.burdened) <= available < total:
@@ -138,15 +173,21 @@ class Sequences:
                 total = grown + len(tails.copied)
         if total > available:
             return False
-        new = cache.acquire(total, doomed=doomed) if total or len(doomed) else NO_BLOCKS
-        num_copied = len(tails.copied)
+        num_copied, new = len(tails.copied), np.empty(total, np.int32)
+        more: Int32Array = new[num_copied:]
+        if total or len(doomed):
+            cache.acquire(new, doomed=doomed)
         if num_copied:
             self._copy_tails(rows[tails.copied], new[:num_copied])
-        grow_rows(tables.blocks, tables.seq_len, rows, self.block_size, num_tokens, new[num_copied:])
+        try:
+            grow_rows(tables.blocks, tables.seq_len, rows, self.block_size, num_tokens, more)
+        except BaseException:
+            cache.release(more[::-1])
+            raise
         if len(tails.private):
             cache.withdraw(tails.private)
-        if shared.size and not cache.fences:  # which still hold what was given up
-            self.maybe_shared.difference_update(rows.tolist())
+        if self.maybe_shared and num_tokens:
+            self._note_shared(rows, shared[0], tails.copied)
         return True
 
     def _copy_tails(self, rows: Int64Array, new: Int32Array) -> None:
@@ -156,11 +197,19 @@ class Sequences:
         self.tables.blocks[places] = new
         self.cache.replace(old, new)
 
+    def _note_shared(self, rows: Int64Array, shared: Int32Array, copied: Int32Array) -> None:
+        """Rows that have grown show nobody their tails, but for kept ones that fences or copies hold."""
+        self.maybe_shared.difference_update(rows.tolist())
+        if self.cache.fences or len(self.cache.copies):
+            self.maybe_shared.update(rows[np.setdiff1d(shared, copied)].tolist())
+
     def commit(self, row: int, tokens: Int32Array, extra: SequenceExtra) -> None:
-        """Store committed tokens, and share the blocks that they fill; nobody else holds those blocks."""
-        start, size, before = int(self.tables.committed[row]), self.block_size, self.extra(row)
-        if extra is before is NO_EXTRA and self.cache.extend_content(self.tables, row, start, tokens):
+        """Commit tokens of a row, and share the blocks that they fill; nobody else holds those blocks."""
+        before = self.extra(row)
+        if extra is before is NO_EXTRA and self.cache.extend_content(self.tables, row, tokens):
             return
+        start, size = int(self.tables.committed[row]), self.block_size
+        stop = start + len(tokens)
         first, offset = divmod(start, size)
         blocks, stored = self.tables.blocks[row], self.cache.index.tokens
         if offset:
@@ -178,6 +227,7 @@ class Sequences:
             except BaseException:
                 self.set_extra(row, before)
                 raise
+        self.tables.committed[row] = stop
 
     def commit_one(self, rows: Int64Array, tokens: Int32Array) -> bool:
         """``commit`` one token of each row; False if one of them has no uncommitted token left."""

@@ -25,8 +25,8 @@ class ManagerStats:
     """State and counters of a manager at one moment.
 
     Blocks: ``free_blocks + cached_blocks + active_blocks == num_blocks``; ``fenced_blocks`` of the active
-    ones are held by fences alone, ``pinned_blocks`` of them have a pin. ``indexed_blocks`` can be found by
-    content: the cached ones, and the full committed ones that are active.
+    ones are held by fences and ``copies`` that wait alone, ``pinned_blocks`` of them have a pin.
+    ``indexed_blocks`` can be found by content: the cached ones, and the full committed ones that are active.
 
     Slots: ``used_slots`` of the ``active_blocks * block_size`` are assigned to a token of an open sequence,
     written already or about to be, or belong to a full block that the prefix cache shares; a slot of
@@ -34,7 +34,8 @@ class ManagerStats:
 
     Counters since the manager was made, over ``num_opened`` successful opens: ``queried_tokens`` prompt
     tokens, of which ``hit_tokens`` were in the cache; ``queried_blocks`` full prompt blocks, of which
-    ``hit_blocks`` were. A sequence that is opened again after a preemption counts again. ``residency``, how
+    ``hit_blocks`` were. A sequence that is opened again after a preemption counts again. ``dropped_blocks``
+    were taken out of the middle of a context, each for every sequence that did so. ``residency``, how
     long content lives, waits for reuse and idles, is measured where the policy is a ``Residency``.
     """
 
@@ -55,6 +56,7 @@ class ManagerStats:
     hit_blocks: int
     evicted_blocks: int
     copied_blocks: int
+    dropped_blocks: int = 0
     residency: ResidencyHistograms | None = None
 
     @property
@@ -67,6 +69,11 @@ class ManagerStats:
         """Share of active slots that hold no token, 0..1 (0 for an idle pool)."""
         slots = self.active_blocks * self.block_size
         return 1 - self.used_slots / slots if slots else 0.0
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens that sequences have ceased to attend to: dropped blocks are always full."""
+        return self.dropped_blocks * self.block_size
 
     @property
     def token_hit_rate(self) -> float:

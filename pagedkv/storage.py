@@ -11,10 +11,11 @@ from torch import Tensor
 from pagedkv import native
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_moves import move_blocks, put_blocks, take_blocks
+from pagedkv.block_tables import NULL_BLOCK
 from pagedkv.errors import BlockError, PagedKVError
 from pagedkv.kv_write import write_kv
 from pagedkv.layer_spec import whole_number
-from pagedkv.page_table import NULL_BLOCK, PAD_SLOT
+from pagedkv.page_table import PAD_SLOT
 from pagedkv.quantization import NonFiniteError, dequantize
 from pagedkv.spec import KVCacheSpec, LayerSpec
 
@@ -361,7 +362,8 @@ def _checked_pairs(src: Tensor, dst: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tokens(values: Tensor, scale: Tensor | None, ids: Tensor, seq_len: int) -> Tensor:
-    tokens = values[ids].transpose(1, 2).flatten(0, 1)[:seq_len]
+    # not values[ids], which torch 2.6 lacks for fp8
+    tokens = values.index_select(0, ids).transpose(1, 2).flatten(0, 1)[:seq_len]
     if scale is None:
         return tokens.contiguous()
     return dequantize(tokens, scale[ids].transpose(1, 2).flatten(0, 1)[:seq_len]).contiguous()

@@ -10,12 +10,12 @@ import numpy.typing as npt
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_ids import require_num_blocks
 from pagedkv.block_pool import NO_BLOCKS, BlockCounts, BlockPool
+from pagedkv.block_tables import Int32Array, SeqId
 from pagedkv.copies import BlockCopies, PendingCopies
 from pagedkv.errors import NeverFits, PagedKVError, SequenceError, check
 from pagedkv.fences import Fences
 from pagedkv.manager import KVCacheManager
 from pagedkv.namespace import Media, Namespace
-from pagedkv.page_table import Int32Array, SeqId
 
 
 class SwapOut(NamedTuple):
@@ -230,15 +230,9 @@ class SwapSpace:
 
         Returns None when it does not come back now: its way out is not done, too few blocks are available,
         or ``max_seqs`` are open. Raises ``NeverFits`` if the manager has become too small for it, and
-        ``SequenceError`` if it is not swapped out, if another of this id is open, or if any of
-        ``manager.copies`` waits, which might read what the new blocks held before. Cost: O(n), vectorised.
+        ``SequenceError`` if it is not swapped out or if another of this id is open. Cost: O(n), vectorised.
         """
         device, swapped = self._device, self._get(seq_id)
-        if len(device.copies):
-            raise SequenceError(
-                f"{len(device.copies)} copies wait, which may read the blocks that {seq_id!r} would fill: "
-                "run them first (copies.take)"
-            )
         if self._is_open(seq_id):
             raise SequenceError(f"another sequence {seq_id!r} is open: close it first")
         if swapped.transfer in self._transfers:
@@ -344,7 +338,7 @@ class SwapSpace:
         """Device blocks of an open sequence, in an order that stays."""
         tables = self._manager.tables
         blocks = tables.block_ids(seq_id)
-        dropped = tables.num_dropped(tables.row(seq_id))
+        dropped = tables.num_dropped(seq_id)
         if dropped:
             raise SequenceError(
                 f"sequence {seq_id!r} has dropped {dropped} blocks: it cannot be opened again"
@@ -361,7 +355,7 @@ class SwapSpace:
         tokens: Int32Array = np.zeros(length, np.int32)
         if manager.prefix_caching:
             tokens[:committed] = manager._cache.index.tokens[blocks].reshape(-1)[:committed]
-        extra = manager._seqs.extra(manager.tables.row(seq_id))
+        extra = manager._seqs.extra(manager._tables.row(seq_id))
         return Swapped(NO_BLOCKS, tokens, committed, extra.namespace, extra.media, -1)
 
     def _reopen(self, seq_id: SeqId, swapped: Swapped) -> Reopened | None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.block_tables import Int64Array
 from pagedkv.errors import PagedKVError, require_count
-from pagedkv.page_table import Int64Array
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -12,16 +12,16 @@ from pagedkv.sim.engine.conservation import check_link, check_pool, check_tokens
 from pagedkv.sim.engine.disaggregation import Disaggregated, TransferSettings
 from pagedkv.sim.engine.engine import Engine, EngineConfig
 from pagedkv.sim.engine.hybrid_pool import HybridPool, hybrid_block_bytes
-from pagedkv.sim.engine.pool import Pool, plain
+from pagedkv.sim.engine.pool import Pool
 from pagedkv.sim.output.features import Features, features_of
 from pagedkv.sim.output.metrics import Summary, summarize
 from pagedkv.sim.output.records import Records
+from pagedkv.sim.requests import Requests
 from pagedkv.sim.timing.gpus import GPU
 from pagedkv.sim.timing.models import Model
 from pagedkv.sim.timing.roofline import Roofline, efficiency_of
 from pagedkv.sim.timing.step_time import Efficiency, StepTimeModel
 from pagedkv.sim.timing.tensor_parallel import TensorParallel, TensorParallelStepTime
-from pagedkv.sim.trace import Trace
 from pagedkv.spec import NUM_RESERVED_BLOCKS
 
 
@@ -31,7 +31,7 @@ class ReplaySetup:
 
     With ``tensor_parallel``, ``model`` is what one GPU holds (`timing.tensor_parallel.shard`), and
     everything else is of one GPU, too. With ``transfer``, prefill and decode have such a device each.
-    ``hybrid`` gives back what fell out of sliding windows; the watermark does not apply then.
+    ``hybrid`` gives back what fell out of sliding windows.
     """
 
     model: Model
@@ -68,7 +68,7 @@ class ReplaySetup:
         """Bytes of one block: in all layers, or in one group of them if the pool is hybrid."""
         return hybrid_block_bytes(self.model.spec) if self.hybrid else self.model.spec.bytes_per_block
 
-    def pool(self, trace: Trace) -> Pool:
+    def pool(self, trace: Requests) -> Pool:
         """An empty pool that can hold each request of the trace, if any of this size can.
 
         Raises ``PagedKVError`` if this machine cannot hold the pool's bookkeeping.
@@ -81,6 +81,7 @@ class ReplaySetup:
                 self.num_blocks,
                 max_seqs=self.engine.max_batch,
                 max_seq_len=longest,
+                watermark=self.watermark,
                 policy=self.policy if self.prefix_caching else None,
             )
         return KVCacheManager(
@@ -97,7 +98,7 @@ class ReplaySetup:
 class ReplayResult:
     """A finished replay: figures, and everything that was written down."""
 
-    trace: Trace
+    trace: Requests
     setup: ReplaySetup
     summary: Summary
     records: Records
@@ -127,15 +128,15 @@ def blocks_in_memory(
 
 
 def run_replay(
-    trace: Trace, setup: ReplaySetup, on_progress: Callable[[int], None] | None = None
+    trace: Requests, setup: ReplaySetup, on_progress: Callable[[int], None] | None = None
 ) -> ReplayResult:
     """Serve the trace; ``on_progress`` hears how many requests have finished.
 
     Raises ``NeverFits`` before anything runs if one request exceeds the pool. The result depends on
     the arguments alone: same arguments, same numbers, in any process.
 
-    Cost: linear in the requests. Memory: the pool's bookkeeping, and some 2.5 KB a request of its trace and
-    of what is written down of its steps.
+    Cost: linear in the requests. Memory: the pool's bookkeeping, the prompts that the trace holds, and some
+    800 bytes a request for its numbers and for what is written down of its steps.
 
     >>> from pagedkv.sim.timing.gpus import load_gpu
     >>> from pagedkv.sim.timing.models import load_model
@@ -156,10 +157,10 @@ def run_replay(
 
 
 def _run_apart(
-    trace: Trace, setup: ReplaySetup, transfer: TransferSettings, on_progress: Callable[[int], None] | None
+    trace: Requests, setup: ReplaySetup, transfer: TransferSettings, on_progress: Callable[[int], None] | None
 ) -> ReplayResult:
     """Serve the trace with a device for prefills and one for decodes."""
-    pools = plain(setup.pool(trace)), plain(setup.pool(trace))
+    pools = setup.pool(trace), setup.pool(trace)
     apart = Disaggregated(trace, pools, setup.step_time, setup.engine, transfer, on_progress)
     records = apart.run()
     check_tokens(trace, records)

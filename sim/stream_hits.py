@@ -10,7 +10,7 @@ from pagedkv.policies import make_policy
 from pagedkv.sim.books import require_books_fit
 from pagedkv.sim.hits import Hits
 from pagedkv.sim.readers.row import Row
-from pagedkv.sim.readers.tokens import prompt_tokens
+from pagedkv.sim.readers.tokens import content_pairs, prompt_tokens
 
 BELADY = "belady"
 
@@ -30,7 +30,7 @@ def stream_hits(
     never evicts grows with the trace, and ``policy`` knows no future. ``name`` appears in errors.
 
     Raises ``NeverFits`` at the first prompt that exceeds the pool, ``PagedKVError`` for an empty stream.
-    Cost: O(tokens), and 2 us per content.
+    Cost: O(tokens).
 
     >>> from pagedkv.sim.readers.writing import rows_of
     >>> from pagedkv.sim.workload import chat_long
@@ -54,7 +54,7 @@ def stream_hits(
                 f"{row.place.path}, {row.place.unit} {row.place.line}: the prompt has {blocks} full blocks "
                 f"of {block_size} tokens, the pool only {num_blocks}: raise --num-blocks"
             )
-        prompt = prompt_tokens(row, blocks * block_size)
+        prompt = prompt_tokens(content_pairs(row), row.block_size, requests, blocks * block_size)
         opened = manager.open(requests, prompt, max_cached_tokens=len(prompt))
         assert opened is not None  # the pool has no other user
         manager.commit(requests, prompt[opened.num_cached_tokens :])

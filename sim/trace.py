@@ -136,6 +136,9 @@ class Trace:
         self._check_index(i)
         return np.full(int(self.output_len[i]), self._unique_id(i) + 1, np.int32)
 
+    def forget(self, i: int) -> None:
+        """Do nothing: everything stays. See `pagedkv.sim.requests.Requests`."""
+
     def head(self, limit: int) -> "Trace":
         """Return the first ``limit`` requests (all of them if there are fewer). O(content ids), no copy.
 
@@ -155,9 +158,7 @@ class Trace:
         >>> Trace.from_lengths([0, 3], [5, 5], [1, 1]).faster(1.5).arrival_s.tolist()
         [0.0, 2.0]
         """
-        if not (math.isfinite(speed) and speed > 0):
-            raise TraceError(f"speed must be a finite number above 0, got {speed!r}")
-        return replace(self, arrival_s=self.arrival_s / speed)
+        return replace(self, arrival_s=sped_up(self.arrival_s, speed))
 
     def _unique_id(self, i: int) -> int:
         """Return the first of two ids that belong to request ``i`` alone: prompt tail, then output."""
@@ -181,6 +182,13 @@ _OPTIONAL: dict[str, tuple[type[np.generic], float]] = {
 """Columns that may be left out: dtype, and what stands for nothing said."""
 
 _PER_REQUEST = ("arrival_s", "input_len", "output_len", *_OPTIONAL)
+
+
+def sped_up(arrival_s: npt.NDArray[np.float64], speed: float) -> npt.NDArray[np.float64]:
+    """Arrivals at ``speed`` times the pace, which must be finite and above 0."""
+    if not (math.isfinite(speed) and speed > 0):
+        raise TraceError(f"speed must be a finite number above 0, got {speed!r}")
+    return arrival_s / speed
 
 
 def _unstated(dtype: type[np.generic]) -> npt.NDArray[Any]:

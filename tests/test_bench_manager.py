@@ -43,7 +43,7 @@ from benchmarks.manager_workloads import (  # noqa: E402
     ZipfDocuments,
     bytes_per_block,
 )
-from pagedkv.page_table import Int32Array  # noqa: E402
+from pagedkv.block_tables import Int32Array  # noqa: E402
 
 TINY: dict[str, Workload] = {
     "lifecycle": Lifecycle(3, prompt=40, steps=20),

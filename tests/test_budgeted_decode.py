@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pagedkv import KVCacheSpec, PagedKVCache
 from pagedkv.attention import backends, paged_attention
-from pagedkv.page_table import Int64Array
+from pagedkv.block_tables import Int64Array
 from pagedkv.token_eviction import BlockMass, lightest_blocks, outside_window
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -112,7 +112,7 @@ def test_a_budgeted_decode_is_a_decode_over_the_kept_tokens(kind: str) -> None:
         if len(contiguous.kv[0][0]) % SIZE == 0:
             contiguous.forget(next(drops))
     torch.testing.assert_close(got.logits, torch.stack(logits), rtol=0, atol=1e-4)
-    assert sum(map(len, forgotten)) == cache.manager.tables.num_dropped(0) > 10
+    assert sum(map(len, forgotten)) == cache.manager.tables.num_dropped("a") > 10
     assert cache.manager.tables.positions(["a"]).tolist() == [188]
     assert (len(cache.manager.tables.block_ids("a")), cache.manager.counts.active) == (9, 9)
     cache.manager.check_invariants()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pagedkv import PagedKVCache
-from pagedkv.page_table import SeqId
+from pagedkv.block_tables import SeqId
 from pagedkv.storage import Layout
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "tiny_llama.py"

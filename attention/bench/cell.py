@@ -160,7 +160,8 @@ class ColdSets:
         return [self.gathered(i) for i in range(len(self))]
 
     def _tokens(self, values: Tensor, scale: Tensor | None, ids: Tensor) -> Tensor:
-        blocks = values[ids]  # [batch, blocks, heads, slots, dim]
+        # [batch, blocks, heads, slots, dim]; not values[ids], which torch 2.6 lacks for fp8
+        blocks = values.index_select(0, ids.flatten()).view(*ids.shape, *values.shape[1:])
         if scale is not None:
             blocks = blocks.to(self.cell.compute_dtype) * scale[ids].unsqueeze(-1).to(self.cell.compute_dtype)
         tokens = blocks.to(self.cell.compute_dtype).transpose(1, 2).flatten(2, 3)

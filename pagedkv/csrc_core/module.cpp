@@ -4,7 +4,7 @@
 
 namespace pagedkv {
 
-constexpr long kVersion = 3;  // as pagedkv.core.VERSION
+constexpr long kVersion = 4;  // as pagedkv.core.VERSION
 
 static PyObject* block_error = nullptr;
 
@@ -50,7 +50,7 @@ static PyMethodDef functions[] = {
            "plan_growth(pool, index, blocks, seq_len, rows, num_tokens, shared) -> (longest, num_new, num_shared)"),
     method("grow_rows", grow_rows, "grow_rows(blocks, seq_len, rows, block_size, num_tokens, fresh)"),
     method("commit_row", commit_row,
-           "commit_row(index, blocks, row, start, tokens) -> bool: False if an equal block is indexed already"),
+           "commit_row(index, blocks, committed, row, tokens) -> bool: False if an equal block is indexed already"),
     method("store_tokens", store_tokens,
            "store_tokens(index, blocks, seq_len, committed, rows, tokens, full) -> int: how many are full, or -1"),
     {nullptr, nullptr, 0, nullptr}};

@@ -138,11 +138,15 @@ PyObject* store_tokens(PyObject*, Arguments arguments, Py_ssize_t count) {
 PyObject* commit_row(PyObject*, Arguments arguments, Py_ssize_t count) {
     if (!takes(count, 5)) return nullptr;
     Index* index = index_in(arguments[0]);
-    View table, view;
-    int64_t row, start;
-    if (!index || !table.open(arguments[1], Kind::kInt32, 2) || !to_int64(arguments[2], 0, table.count() - 1, &row) ||
-        !to_int64(arguments[3], 0, INT64_MAX / 2, &start) || !view.open(arguments[4], Kind::kInt32))
+    View table, committed, view;
+    int64_t row;
+    if (!index || !table.open(arguments[1], Kind::kInt32, 2) ||
+        !committed.open_whole(arguments[2], Kind::kInt64, table.count()) ||
+        !to_int64(arguments[3], 0, table.count() - 1, &row) || !view.open(arguments[4], Kind::kInt32))
         return nullptr;
+    int64_t& done = committed.data<int64_t>()[row];
+    const int64_t start = done;
+    if (start < 0 || start > kMostTokens) return refuse("row %lld has %lld tokens", (long long)row, (long long)start);
     const Ids tokens = view.strided<Block>();
     const Py_buffer& rows = table.buffer();
     const int64_t size = index->block_size, first = start / size, stop = start + tokens.count;
@@ -159,12 +163,14 @@ PyObject* commit_row(PyObject*, Arguments arguments, Py_ssize_t count) {
         tokens.copy(i, part, index->row_of(own[block]) + offset);
         i += part;
     }
-    if (!num_full) Py_RETURN_TRUE;
-    if (index->child(above, 0, index->row_of(own[0]))) Py_RETURN_FALSE;
-    const Ids full{own.data, own.stride, num_full};
-    static const Block no_extra = 0;
-    if (!mark(*index, full, 1, "index")) return nullptr;
-    index->insert(full, Ids{(const char*)&no_extra, 0, num_full}, above);
+    if (num_full) {
+        if (index->child(above, 0, index->row_of(own[0]))) Py_RETURN_FALSE;
+        const Ids full{own.data, own.stride, num_full};
+        static const Block no_extra = 0;
+        if (!mark(*index, full, 1, "index")) return nullptr;
+        index->insert(full, Ids{(const char*)&no_extra, 0, num_full}, above);
+    }
+    done = stop;
     Py_RETURN_TRUE;
 }
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.block_tables import NULL_BLOCK
+from pagedkv.copies import BlockCopies
 from pagedkv.errors import NeverFits, PagedKVError
 from pagedkv.events import BlocksCleared, BlocksRemoved, Event, prefix_digests
 from pagedkv.hybrid.manager import HybridKVCacheManager
@@ -13,7 +15,6 @@ from pagedkv.hybrid.reference_parts import Prefix
 from pagedkv.hybrid.shadow import GroupShadow
 from pagedkv.namespace import Namespace
 from pagedkv.opened import Lookup, Opened
-from pagedkv.page_table import NULL_BLOCK
 from pagedkv.reference_policies import ReferencePolicy
 
 
@@ -66,14 +67,20 @@ class CheckedHybridManager:
                 "only a new manager with a prefix cache can be checked, "
                 f"this one opened {manager.stats().num_opened}"
             )
-        table = next(iter(manager.tables.values()))
         nodes = manager._tree.nodes.num_blocks
         self.manager = manager
         self.model = ReferenceHybridManager(
-            manager.groups, manager.num_blocks, manager.block_size, table.num_free_rows, nodes, policy
+            manager.groups,
+            manager.num_blocks,
+            manager.block_size,
+            manager._table.num_free_rows,
+            nodes,
+            manager._admission.watermark,
+            policy,
         )
         self.follower = GroupShadow(manager.groups)
         self.num_never_fits = 0
+        self._digests: dict[Prefix, bytes] = {}
 
     def __getattr__(self, name: str) -> Any:
         """Whatever is not checked is the manager's own."""
@@ -121,11 +128,16 @@ class CheckedHybridManager:
         self.model.commit(seq_id, tokens)
         self.compare()
 
-    def commit_step(self, seq_ids: Sequence[Hashable], tokens: Sequence[int]) -> None:
+    def commit_step(
+        self, seq_ids: Sequence[Hashable], tokens: Sequence[Any], num_accepted: Sequence[int] | None = None
+    ) -> None:
         """As the manager's."""
-        self.manager.commit_step(seq_ids, tokens)
-        for seq_id, token in zip(seq_ids, tokens, strict=True):
-            self.model.commit(seq_id, [token])
+        self.manager.commit_step(seq_ids, tokens, num_accepted)
+        if num_accepted is None:
+            for seq_id, token in zip(seq_ids, tokens, strict=True):
+                self.model.commit(seq_id, [token])
+        else:
+            self.model.accept(seq_ids, tokens, num_accepted)
         self.compare()
 
     def fork(self, seq_id: Hashable, child_id: Hashable) -> bool:
@@ -168,6 +180,36 @@ class CheckedHybridManager:
         )
         return count
 
+    def take_copies(self) -> BlockCopies:
+        """As ``copies.take``."""
+        copies, num_copies = self.manager.copies.take(), len(self.model.copies)
+        assert len(copies.src) == num_copies, f"copies {copies}, the model's {num_copies}"
+        self.model.take_copies()
+        self.compare()
+        return copies
+
+    def reset(self) -> bool:
+        """As ``maintenance.reset``."""
+        return bool(self._both(self.manager.maintenance.reset, self.model.reset))
+
+    def defragment(self) -> BlockCopies | None:
+        """As ``maintenance.defragment``: afterwards no block with content has a higher id than a free one."""
+        busy = bool(len(self.manager.copies) or self.model.open_fences)
+        moves = self.manager.maintenance.defragment()
+        assert (moves is None) == busy, f"moves {moves}, but work under way: {busy}"
+        self.compare()
+        used = self.manager.num_blocks - self.model.free
+        assert busy or not self.manager._tree.pool.state[used + 1 :].any(), "a gap is left"
+        return moves
+
+    def resize(self, num_blocks: int) -> BlockCopies | None:
+        """As ``maintenance.resize``."""
+        busy = len(self.manager.copies) > 0
+        moves = self.manager.maintenance.resize(num_blocks)
+        assert (moves is not None) == (not busy and self.model.resize(num_blocks)), f"moves {moves}"
+        self.compare()
+        return moves
+
     def open_fence(self) -> int:
         """As ``fences.open``."""
         number = self.manager.fences.open()
@@ -194,7 +236,9 @@ class CheckedHybridManager:
             for event in events:
                 self.follower.apply(event)
             changes = sorted(change for event in events for change in _changes(event))
-            model_changes = sorted((e.kind, e.group, self._digest(e.prefix), e.reason) for e in expected)
+            model_changes = sorted(
+                (e.kind, e.group, self._digest(e.prefix) if e.prefix else b"", e.reason) for e in expected
+            )
             assert changes == model_changes, f"events {events}, the model's {expected}"
             for group, by in enumerate(self.model.by_prefix):
                 digests = set(map(self._digest, by))
@@ -217,14 +261,18 @@ class CheckedHybridManager:
         return results[0]
 
     def _digest(self, prefix: Prefix) -> bytes:
-        """Digest of a content, worked out anew from its tokens."""
-        namespace = prefix[0] if isinstance(prefix[0], Namespace) else None
-        seed = self.manager.events._seed or b""
-        tokens = np.array(prefix[1:], np.int32)
-        return prefix_digests(tokens, self.manager.block_size, seed=seed, namespace=namespace)[-1]
+        """Digest of a content, worked out from its tokens."""
+        if prefix not in self._digests:
+            namespace = prefix[0] if isinstance(prefix[0], Namespace) else None
+            seed = self.manager.events._seed or b""
+            tokens = np.array(prefix[1:], np.int32)
+            digests = prefix_digests(tokens, self.manager.block_size, seed=seed, namespace=namespace)
+            self._digests[prefix] = digests[-1]
+        return self._digests[prefix]
 
 
 def _changes(event: Event) -> list[tuple[str, int, bytes, str]]:
-    assert not isinstance(event, BlocksCleared), "a manager that is never reset has cleared all"
+    if isinstance(event, BlocksCleared):
+        return [("cleared", 0, b"", "")]
     kind, reason = ("removed", event.reason) if isinstance(event, BlocksRemoved) else ("stored", "")
     return [(kind, event.group, digest, reason) for digest in event.digests]

@@ -6,14 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.block_ids import resized
-from pagedkv.block_pool import ACTIVE, CACHED, FREE, NO_BLOCKS, BlockPool
+from pagedkv.block_pool import ACTIVE, CACHED, NO_BLOCKS, BlockPool
+from pagedkv.block_tables import NULL_BLOCK, Int32Array
 from pagedkv.copies import PendingCopies
 from pagedkv.fences import Fences
 from pagedkv.hybrid.events import GroupEvents
-from pagedkv.hybrid.group import CacheGroup, longest_hit
+from pagedkv.hybrid.group import CacheGroup
 from pagedkv.hybrid.group_view import GroupView
 from pagedkv.namespace import ExtraKeys
-from pagedkv.page_table import NULL_BLOCK, Int32Array
 from pagedkv.policies.lru import LRU
 from pagedkv.policies.policy import EvictionPolicy
 from pagedkv.prefix_index import ROOT, PrefixIndex
@@ -52,9 +52,10 @@ class ContentTree:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.nodes = BlockPool(num_nodes)
+        self._spare_nodes = num_nodes - num_blocks
         self.index = PrefixIndex(num_nodes, block_size)
         self.extra_keys = ExtraKeys()
-        self.copies = PendingCopies()
+        self.copies = PendingCopies(self.let_go)
         self.block_of: Int32Array = np.zeros((len(groups), num_nodes + 1), np.int32)
         self.node_of: Int32Array = np.zeros(num_blocks + 1, np.int32)
         self.group_of: npt.NDArray[np.int16] = np.zeros(num_blocks + 1, np.int16)
@@ -72,27 +73,19 @@ class ContentTree:
 
     # -- taking and giving up
 
-    def match(self, tokens: Int32Array, extra: Int32Array) -> Int32Array:
-        """Nodes of the longest prefix that every group has: ``tokens`` [n, block_size], ``extra`` [n]."""
-        nodes = self.index.match(tokens, extra)
-        return nodes[: longest_hit(self.groups, self.block_of[:, nodes] != NULL_BLOCK, self.block_size)]
-
     def acquire(
         self,
         num_new: int,
         shared: Int32Array = NO_BLOCKS,
         nodes: Int32Array = NO_BLOCKS,
         *,
-        spared: Int32Array = NO_BLOCKS,
         doomed: Int32Array = NO_BLOCKS,
     ) -> Int32Array:
         """Hold ``nodes`` and the blocks ``shared``, take ``num_new`` new blocks, evict exactly the shortfall.
 
-        ``spared`` blocks, whose parents are ``shared``, are not evicted. ``doomed`` cached blocks are evicted
-        in any case, and before any other.
+        ``doomed`` cached blocks are evicted in any case, and before any other.
         """
-        keep = np.concatenate([shared, spared]) if len(spared) else shared
-        victims = self._victims(max(0, num_new - self.pool.num_free), keep, doomed)
+        victims = self._victims(max(0, num_new - self.pool.num_free), shared, doomed)
         if len(nodes):
             self.nodes.acquire(0, shared=nodes)
         try:
@@ -105,7 +98,7 @@ class ContentTree:
             self.policy.discard(shared)
         if len(victims):
             self.policy.forget(victims[: len(doomed)])
-            self.policy.evict(victims[len(doomed) :], spared)
+            self.policy.evict(victims[len(doomed) :])
         rest = doomed[len(victims) :]
         if len(rest):
             self.policy.forget(rest)
@@ -126,27 +119,38 @@ class ContentTree:
         """Take one more reference on each of ``ids``."""
         self.acquire(0, ids[ids > 0], -ids[ids < 0])
 
-    def release(self, ids: Int32Array) -> None:
-        """Drop one reference on each: blocks as ``by_node`` orders them, then nodes, deepest first.
+    def note_hit(self, blocks: Int32Array) -> None:
+        """A new sequence holds these blocks [groups, n] of a hit."""
+        if not self._any_order_will_do and blocks.size:  # LRU need not know
+            self.policy.hit(self.by_node(blocks)[::-1])
 
-        While a fence is open, it takes the references over.
+    def release(self, ids: Int32Array) -> None:
+        """Drop one reference on each: blocks as ``by_node`` orders them, then nodes, deepest first."""
+        self.let_go(ids[ids > 0], -ids[ids < 0])
+
+    def let_go(self, blocks: Int32Array, nodes: Int32Array = NO_BLOCKS) -> None:
+        """As ``release``, nodes by their numbers; while a fence is open, it takes the references over.
+
+        What a copy into a block that nobody is left for would have read goes before its parents do.
         """
+        dropped = self.copies.left_behind(blocks, self.pool.ref_count, self.fences) if self.copies else []
+        if dropped:
+            blocks = np.concatenate([self.copies.read_by(dropped), blocks])
         if self.fences:
-            self.fences.hold(ids)
+            self.fences.hold(np.concatenate([blocks, -nodes]) if len(nodes) else blocks)
         else:
-            self._give_up(ids)
+            self._drop(blocks, nodes)
+        self.copies.forget(dropped)
 
     def _give_up(self, ids: Int32Array) -> None:
-        blocks, nodes = ids, NO_BLOCKS
-        if len(ids) and ids[-1] < 0:
-            blocks, nodes = ids[ids > 0], -ids[ids < 0]
+        self._drop(ids[ids > 0], -ids[ids < 0])
+
+    def _drop(self, blocks: Int32Array, nodes: Int32Array) -> None:
         if len(blocks):
             self.policy.make_room(len(blocks))
             cached = self.pool.release(blocks, self.node_of[blocks] > 0)
             for branch in [cached] if self._any_order_will_do else self.view.branches(cached):
                 self.policy.push(branch)
-            if len(self.copies):
-                self.copies.drop(blocks[self.pool.state[blocks] == FREE])
         if len(nodes):
             self.nodes.release(nodes, np.ones(len(nodes), np.bool_))
             self._prune(nodes[:1].tolist())
@@ -155,17 +159,37 @@ class ContentTree:
             self._evict(surplus, "policy")
 
     def fenced_only(self) -> Int32Array:
-        """Blocks that nothing but fences holds."""
-        return self.fences.held_alone(self.pool.ref_count)
+        """Blocks that nothing but fences, and copies that wait, holds."""
+        return self.fences.held_alone(self.pool.ref_count, self.copies.pending.src)
+
+    def copy(self, src: Int32Array, dst: Int32Array) -> None:
+        """Let new blocks ``dst`` [groups, n] begin with what ``src`` hold, once the engine has copied it.
+
+        A reference on each of ``src`` is the copy's from now on.
+        """
+        order = self.let_go_order  # in which they will be given up
+        self.copies.note(src[order].T.reshape(-1), dst[order].T.reshape(-1))
+        self.num_copied += dst.size
+
+    def replace(self, old: Int32Array, new: Int32Array) -> None:
+        """Let ``new`` blocks [groups, n] take the place of tails, whose references pass to the copies."""
+        src = self.copies.sources(old.reshape(-1)).reshape(old.shape)
+        for block in src[src != old].reshape(-1, 1):
+            self.pool.acquire(0, shared=block)
+        self.copy(src, new)
+        for column in np.where(src != old, old, NULL_BLOCK).T:
+            self.let_go(self.by_node(column.reshape(-1, 1)))
 
     def by_node(self, blocks: Int32Array) -> Int32Array:
         """Blocks [groups, n] in the order in which they are let go of together, without the null block.
 
         Last column first; within one column those of window groups first.
         """
-        flat: Int32Array = blocks[self.let_go_order, ::-1].T.reshape(-1)
-        held: Int32Array = flat[flat != NULL_BLOCK]
-        return held
+        columns: Int32Array = np.empty((blocks.shape[1], len(self.groups)), np.int32)
+        for place, group in enumerate(self.let_go_order):
+            columns[:, place] = blocks[group, ::-1]
+        ids = columns.reshape(-1)
+        return ids.compress(ids.astype(np.bool_))  # in half the time of a mask
 
     # -- contents
 
@@ -236,12 +260,62 @@ class ContentTree:
         self.policy.forget(blocks)
 
     def idle_behind(self, nodes: Int32Array) -> Int32Array | None:
-        """All blocks of contents that continue ``nodes``, children first; None if a fence holds any of it."""
+        """All blocks of contents that continue ``nodes``, children first; None if something holds any."""
         behind = self.index.behind(nodes)
         if (self.nodes.state[behind] != CACHED).any():
             return None
         blocks = self.by_node(self.block_of[:, behind[::-1]])
         return blocks if (self.pool.state[blocks] == CACHED).all() else None
+
+    # -- the whole pool
+
+    def clear(self) -> None:
+        """Forget all content; nothing is held."""
+        ids = self.policy.ids()
+        if not len(ids):
+            return
+        nodes = np.flatnonzero(self.index.indexed).astype(np.int32)
+        for extra_id in self.index.extra[nodes].tolist():
+            if extra_id:
+                self.extra_keys.drop(extra_id)
+        self.index.remove(self.index.behind(np.array([ROOT], np.int32)))
+        self.nodes.evict(nodes)
+        if self.events.recording:
+            self.events.cleared()
+        self.block_of[:], self.children[:], self.node_of[:] = NULL_BLOCK, 0, ROOT
+        self.policy.forget(ids)
+        self.pool.evict(ids)
+        self.num_evicted += len(ids)
+
+    def shed(self, count: int) -> None:
+        """Evict ``count`` cached blocks as the policy says."""
+        self._evict(self.policy.first(count, NO_BLOCKS), "capacity")
+
+    def rename(self, old: Int32Array, new: Int32Array) -> None:
+        """Give held or cached blocks the ids of free ones."""
+        nodes = self.node_of[old]
+        stored = nodes != ROOT
+        self.pool.rename(old, new)
+        self.group_of[new] = self.group_of[old]
+        self.node_of[new], self.node_of[old] = nodes, ROOT
+        self.block_of[self.group_of[new[stored]], nodes[stored]] = new[stored]
+        self.policy.rename(old[stored], new[stored])
+
+    def resize(self, num_blocks: int) -> None:
+        """Go on with ids ``1..num_blocks``; those that go are free. The room for contents never shrinks."""
+        node_of, group_of = resized(self.node_of, num_blocks), resized(self.group_of, num_blocks)
+        parts, old = (self.pool, self.policy), self.pool.num_blocks
+        try:
+            for part in parts:
+                part.resize(num_blocks)
+            if num_blocks + self._spare_nodes > self.nodes.num_blocks:
+                self._resize_nodes(num_blocks + self._spare_nodes)
+        except BaseException:
+            for part in parts:
+                part.resize(old)
+            raise
+        self.node_of, self.group_of = node_of, group_of
+        self.view.num_blocks = num_blocks
 
     # -- letting contents go
 

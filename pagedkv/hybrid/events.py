@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.block_tables import NULL_BLOCK, Int32Array
 from pagedkv.events import BlocksRemoved, BlocksStored, EventLog, chain_digests
-from pagedkv.page_table import NULL_BLOCK, Int32Array
 from pagedkv.prefix_index import ROOT
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.arithmetic import div_ceil
+from pagedkv.block_tables import Int64Array
 from pagedkv.errors import PagedKVError, require_count
-from pagedkv.page_table import Int64Array
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.block_tables import NULL_BLOCK, Int32Array
 from pagedkv.namespace import Namespace
-from pagedkv.page_table import NULL_BLOCK, Int32Array
 from pagedkv.policies.index_view import IndexView
 from pagedkv.prefix_index import ROOT
 

@@ -3,11 +3,11 @@
 import numpy as np
 
 from pagedkv.arithmetic import div_ceil
-from pagedkv.block_pool import CACHED, FREE, NO_BLOCKS
+from pagedkv.block_pool import CACHED, FREE
+from pagedkv.block_tables import NULL_BLOCK, Int32Array
 from pagedkv.errors import check
 from pagedkv.hybrid.content_tree import ContentTree
 from pagedkv.hybrid.rows import Rows
-from pagedkv.page_table import NULL_BLOCK, Int32Array
 from pagedkv.prefix_index import ROOT
 
 
@@ -21,7 +21,7 @@ def check_invariants(tree: ContentTree, rows: Rows, pinned: list[Int32Array]) ->
     _check_blocks(tree)
     _check_tree(tree)
     _check_order(tree)
-    _check_references(tree, rows, np.concatenate([*pinned, *tree.fences.held(), NO_BLOCKS]))
+    _check_references(tree, rows, np.concatenate([*pinned, *tree.fences.held(), tree.copies.pending.src]))
     for seq_id in rows.tables[0].seq_ids:
         _check_row(tree, rows, rows.tables[0].row(seq_id))
 
@@ -82,7 +82,7 @@ def _check_references(tree: ContentTree, rows: Rows, others: Int32Array) -> None
     first = rows.tables[0]
     for table in rows.tables:
         check(table.seq_ids == first.seq_ids, "groups have different sequences")
-        check(np.array_equal(table.open_rows(), first.open_rows()), "groups have different rows")
+        check(np.array_equal(table.all_rows(), first.all_rows()), "groups have different rows")
         check(np.array_equal(table.seq_len, first.seq_len), "groups have different lengths")
         check(np.array_equal(table.committed, first.committed), "groups have committed different tokens")
     held = np.concatenate([table.blocks.reshape(-1) for table in rows.tables])

@@ -9,18 +9,22 @@ import numpy as np
 from pagedkv.announced import Announced
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_ids import require_num_blocks
-from pagedkv.block_pool import NO_BLOCKS, BlockCounts
+from pagedkv.block_pool import BlockCounts
+from pagedkv.block_tables import BlockTables, Int32Array, SeqId
 from pagedkv.content import SequenceExtra, as_token_array
-from pagedkv.errors import NeverFits, SequenceError, require_count
+from pagedkv.drafts import accepted_tokens
+from pagedkv.errors import PagedKVError, SequenceError, require_count
+from pagedkv.hybrid.admission import Admission, chunk
 from pagedkv.hybrid.content_tree import ContentTree
 from pagedkv.hybrid.group import CacheGroup, check_groups
 from pagedkv.hybrid.invariants import check_invariants
+from pagedkv.hybrid.maintenance import GroupMaintenance
 from pagedkv.hybrid.retention import GroupRetention
 from pagedkv.hybrid.rows import Rows
 from pagedkv.hybrid.stats import HybridStats, count_groups
 from pagedkv.namespace import Media, Namespace
 from pagedkv.opened import Lookup, Opened
-from pagedkv.page_table import Int32Array, Int64Array, PageTable, SeqId
+from pagedkv.page_table import PageTable
 from pagedkv.policies import EvictionPolicy, make_policy
 from pagedkv.policies.residency import Residency
 from pagedkv.stats import OpenCounters
@@ -40,8 +44,9 @@ class HybridKVCacheManager:
     groups take blocks of one pool; ``tables[name]`` has the block tables of a group, NULL_BLOCK where a
     block fell out of its window (attention must honour the window, and so reads none of those). The other
     parts are as those of ``KVCacheManager``: ``copies`` (blocks to copy before the next write), ``fences``,
-    ``retention`` (pins and priorities), ``events`` (by group). What is refused changes nothing; ``None`` or
-    ``False`` means "not now"; a mistake raises a ``ValueError`` subclass with the numbers.
+    ``retention`` (pins and priorities), ``events`` (by group), ``maintenance`` (reset, defragment, resize).
+    What is refused changes nothing; ``None`` or ``False`` means "not now"; a mistake raises a
+    ``ValueError`` subclass with the numbers.
 
     **A hit** is as long as every group can serve: groups without a window all of it, the others what the
     next token sees in its window, and the sinks.
@@ -50,7 +55,8 @@ class HybridKVCacheManager:
     already: blocks that later tokens do not see are given up then, and are handed out to later steps.
     The window is counted from the last block boundary, not from the last token, so that a sequence that
     ends can be hit to its last full block. Nobody holds more for it: while it decodes, a sequence holds
-    ``ceil((window - 1) / block_size) + 1`` blocks of a window group and its sinks, constantly.
+    ``ceil((window - 1) / block_size) + 1`` blocks of a window group and its sinks, constantly. Drafts move
+    no window before they are committed, so those that are rejected can be cut.
 
     **Long prompts.** ``open`` takes room for all tokens in all groups unless ``max_fresh_tokens`` says to
     begin with fewer; then ``append`` the next chunk when the last one is committed.
@@ -58,7 +64,8 @@ class HybridKVCacheManager:
     **Eviction** is block by block, as the policy says, exactly the shortfall. Blocks that fell out of a
     window go at their own age; of blocks let go of together, the deepest first, of one depth those of window
     groups first. So a block goes before what it builds on, no cached block is ever cut off from its
-    prefix, and under LRU what no hit can use any more goes first (unless committed tokens were cut).
+    prefix, and under LRU what no hit can use any more goes first (unless committed tokens were cut, or
+    some were loaded).
 
     Memory: 106 bytes of arrays per block, 4 more for each of its tokens and for each group (170 for two
     groups and blocks of 16 tokens), and a page table per group. Without a group that keeps everything,
@@ -84,14 +91,16 @@ class HybridKVCacheManager:
         *,
         max_seqs: int = 256,
         max_seq_len: int | None = None,
+        watermark: float = 0.0,
         policy: str | EvictionPolicy | None = "lru",
     ) -> None:
         """Make a manager of ``num_blocks`` usable blocks, each for ``block_size`` tokens of one group.
 
         ``max_seqs`` sequences can be open at once, each of at most ``max_seq_len`` tokens (default: as many
-        as one group could hold in the whole pool). ``policy`` decides which cached block goes first: a name
-        of `pagedkv.policies.POLICIES`, or a policy that no other manager has. With None there is no prefix
-        cache: no content is kept or looked up.
+        as one group could hold in the whole pool). ``open`` leaves the share ``watermark`` of the pool
+        available for the growth of sequences that are open. ``policy`` decides which cached block goes first:
+        a name of `pagedkv.policies.POLICIES`, or a policy that no other manager has. With None there is no
+        prefix cache: no content is kept or looked up.
         """
         self.groups = check_groups(groups)
         num_blocks = require_num_blocks("num_blocks", num_blocks)
@@ -99,12 +108,14 @@ class HybridKVCacheManager:
         max_seqs = require_count("max_seqs", max_seqs, 1)
         whole_pool = num_blocks * self.block_size
         self.max_seq_len = whole_pool if max_seq_len is None else require_count("max_seq_len", max_seq_len, 1)
+        if not isinstance(watermark, (int, float)) or not 0.0 <= watermark < 1.0:
+            raise PagedKVError(f"watermark must be in [0, 1), got {watermark!r}")
         self.prefix_caching = policy is not None
         order = make_policy("lru" if policy is None else policy)
         width = div_ceil(self.max_seq_len, self.block_size)
-        tables = [PageTable(max_seqs, width, self.block_size) for _ in self.groups]
+        tables = [BlockTables(max_seqs, width, self.block_size) for _ in self.groups]
         self.tables: Mapping[str, PageTable] = MappingProxyType(
-            {group.name: table for group, table in zip(self.groups, tables, strict=True)}
+            {group.name: PageTable(table) for group, table in zip(self.groups, tables, strict=True)}
         )
         keeps_all = any(group.window is None for group in self.groups)
         num_nodes = num_blocks if keeps_all else num_blocks + max_seqs * width
@@ -113,6 +124,8 @@ class HybridKVCacheManager:
         self._table = tables[0]  # all tables agree about rows and lengths
         self.copies, self.fences, self.events = self._tree.copies, self._tree.fences, self._tree.events
         self.retention = GroupRetention(self._rows)
+        self.maintenance = GroupMaintenance(self._rows, self.retention)
+        self._admission = Admission(self._rows, self.max_seq_len, watermark, self.prefix_caching)
         self._announced = Announced()
         self._counters = OpenCounters()
 
@@ -147,19 +160,14 @@ class HybridKVCacheManager:
         prompt = as_token_array(tokens)
         num_tokens, growth = len(prompt), require_count("max_new_tokens", max_new_tokens, 0)
         extra = SequenceExtra.build(namespace, media, num_tokens, self.block_size)
-        room = _chunk(max_fresh_tokens, num_tokens)
-        nodes = self._match(prompt, extra, num_tokens - 1)
-        cached, coming = len(nodes) * self.block_size, 0
-        starts = np.arange(cached, max(num_tokens, cached + 1), room)
-        ends = np.minimum(starts + room, num_tokens)
-        if growth:
-            starts, ends = np.append(starts, num_tokens + growth - 1), np.append(ends, num_tokens + growth)
-        self._require_fits(starts, ends)
+        room = chunk(max_fresh_tokens, num_tokens)
+        hit = self._admission.match(prompt, extra, num_tokens - 1)
+        cached, coming = hit.position, 0
+        needed = self._admission.most_needed(hit, num_tokens, growth, room)
         if len(self._announced) and num_tokens > 1:
             common = self._announced.common(prompt[:-1], extra, self.block_size)
             coming = max(0, common * self.block_size - cached)
-        needed = int(self._rows.needed(self._rows.hit_blocks(nodes), starts, ends).max())
-        fits = self._table.num_free_rows > 0 and needed <= self._tree.pool.num_available
+        fits = self._table.num_free_rows > 0 and self._admission.can_have(needed)
         return Lookup(num_tokens, cached, coming, fits)
 
     def open(
@@ -171,6 +179,7 @@ class HybridKVCacheManager:
         media: Iterable[Media] = (),
         max_cached_tokens: int | None = None,
         max_fresh_tokens: int | None = None,
+        loaded_tokens: int = 0,
         partial_hits: bool = False,
         announce: bool = False,
     ) -> Opened | None:
@@ -181,49 +190,43 @@ class HybridKVCacheManager:
         for ``max_fresh_tokens`` of it if that is less: the length of the sequence, and ``num_tokens`` of
         the result, say how much; ``append`` makes room for more.
 
+        The first ``loaded_tokens`` have K and V elsewhere, on a host or another device: beyond the hit, which
+        is then counted to the first block that has to be filled, there are blocks for what the token behind
+        them sees, and NULL_BLOCK for the rest. Fill those from ``num_cached_tokens`` on, then commit.
+
         With ``partial_hits`` the hit may end inside a block that every group has, by a copy of it in each
         (run ``copies`` before the prefill). With ``announce``, ``lookup`` tells others of the prompt until
         it is committed.
 
-        Returns None when it does not fit now, or ``max_seqs`` are open. Raises ``NeverFits`` if the pool
-        cannot hold what the sequence must hold at once, even if it were alone: now (a smaller
-        ``max_fresh_tokens`` may help) or at the end of the prompt. Raises ``SequenceError`` if ``seq_id``
-        is open. Cost: O(groups x n), vectorised.
+        Returns None when it does not fit now: not enough available blocks above the watermark (which does
+        not bind the only sequence), or ``max_seqs`` are open. Raises ``NeverFits`` if the pool cannot hold
+        what the sequence must hold at once, even if it were alone: now (a smaller ``max_fresh_tokens`` may
+        help) or at the end of the prompt. Raises ``SequenceError`` if ``seq_id`` is open. Cost:
+        O(groups x n), vectorised.
         """
         prompt = as_token_array(tokens)
         if seq_id in self._table:
             raise SequenceError(f"sequence {seq_id!r} is open already")
         num_tokens = len(prompt)
-        self._require_fits(np.array([max(0, num_tokens - 1)]), np.array([num_tokens]))
+        self._admission.require_fits(np.array([max(0, num_tokens - 1)]), np.array([num_tokens]))
         extra = SequenceExtra.build(namespace, media, num_tokens, self.block_size)
         limit = num_tokens - 1
         if max_cached_tokens is not None:
             limit = min(require_count("max_cached_tokens", max_cached_tokens, 0), num_tokens)
-        room = _chunk(max_fresh_tokens, num_tokens)
-        nodes = self._match(prompt, extra, limit)
-        cached = len(nodes) * self.block_size
-        length = min(num_tokens, cached + room)
-        self._require_fits(np.array([cached]), np.array([length]))
-        hit, available = self._rows.hit_blocks(nodes), self._tree.pool.num_available
-        if not self._table.num_free_rows or self._cost(hit, NO_BLOCKS, length) > available:
+        room, loaded = chunk(max_fresh_tokens, num_tokens), require_count("loaded_tokens", loaded_tokens, 0)
+        if loaded > num_tokens:
+            raise PagedKVError(f"{loaded} tokens cannot be loaded of a prompt of {num_tokens}")
+        plan = self._admission.plan(prompt, extra, limit, room, loaded=loaded, partial_hits=partial_hits)
+        if plan is None:
             return None
-        source, count = NO_BLOCKS, 0
-        if partial_hits and self.prefix_caching:
-            source, count = self._rows.match_tail(prompt, extra, nodes, limit)
-            longer = min(num_tokens, cached + count + room)
-            # the copied blocks themselves must not be evicted to make the room
-            if self._cost(hit, source, longer) <= available:
-                length = longer
-            else:
-                source, count = NO_BLOCKS, 0
         announced = prompt.copy() if announce and self.prefix_caching else None
-        tail = source, prompt[cached : cached + count]
-        row = self._rows.add(seq_id, extra, nodes, hit, length, tail)
-        self._counters.count_open(num_tokens, self.block_size, len(nodes), cached + count)
+        full, cached = len(plan.hit.nodes), plan.num_cached_tokens
+        row = self._rows.add(seq_id, extra, plan, prompt[full * self.block_size : cached])
+        self._counters.count_open(num_tokens, self.block_size, full, cached)
         if announced is not None:
             self._announced.add(row, announced, extra)
-            self._announced.cut(row, cached + count, self.max_seq_len)  # all of it may have been a hit
-        return Opened(length, cached + count)
+            self._announced.cut(row, cached, self.max_seq_len)  # all of it may have been a hit
+        return Opened(plan.num_tokens, cached)
 
     def append(self, seq_id: SeqId, num_tokens: int = 1) -> bool:
         """``step`` for one sequence."""
@@ -232,6 +235,7 @@ class HybridKVCacheManager:
     def step(self, seq_ids: Sequence[SeqId], num_tokens: int = 1) -> bool:
         """Make room for ``num_tokens`` more of each of several distinct sequences, or of none and False.
 
+        Drafts that are yet to be verified count: ask for 1 + k.
         A partial tail that somebody else can see is replaced by a copy, in every group: run ``copies``
         before writing. A tail that nobody else can see stays, and its content is forgotten. False when the
         blocks are not available now. Raises ``NeverFits`` beyond ``max_seq_len``, or if one of the
@@ -240,7 +244,7 @@ class HybridKVCacheManager:
         rows = self._table.rows(seq_ids)
         num_tokens = require_count("num_tokens", num_tokens, 0)
         lens = self._table.seq_len[rows]
-        self._require_fits(lens, lens + num_tokens)
+        self._admission.require_fits(lens, lens + num_tokens)
         return self._rows.extend(rows, num_tokens)
 
     def commit(self, seq_id: SeqId, tokens: Any, *, media: Iterable[Media] = ()) -> None:
@@ -263,16 +267,30 @@ class HybridKVCacheManager:
         extra = self._rows.extra(row).extended(media, start, stop, self.block_size)
         if len(ids):
             self._require_copied(row, start // self.block_size, div_ceil(stop, self.block_size))
-            self._rows.commit(row, ids, extra)
-            self._announced.cut(row, stop, self.max_seq_len)
+            self._commit_row(row, ids, extra)
 
-    def commit_step(self, seq_ids: Sequence[SeqId], tokens: Any) -> None:
+    def commit_step(
+        self, seq_ids: Sequence[SeqId], tokens: Any, num_accepted: Sequence[int] | None = None
+    ) -> None:
         """``commit`` one token of each of several distinct sequences: ``tokens`` int [len(seq_ids)].
 
-        Raises ``SequenceError`` if any of them has no uncommitted token left; none changes then.
-        Cost: O(groups x batch), vectorised, and as ``commit`` for each sequence whose block became full.
+        With ``num_accepted``, int [len(seq_ids)], ``tokens`` has a row of drafts for each sequence, of which
+        the first so many are final: they are committed, and the sequence is cut behind them (a prompt that
+        was not committed counts as drafts, too). Raises ``SequenceError`` if any of them has too few
+        uncommitted tokens left; none changes then. Cost: O(groups x batch), vectorised, and as ``commit``
+        for each sequence whose block became full; with ``num_accepted`` as ``commit`` and ``truncate`` of
+        each.
         """
-        rows, ids = self._table.rows(seq_ids), as_token_array(tokens)
+        rows = self._table.rows(seq_ids)
+        if num_accepted is not None:
+            drafts = accepted_tokens(self._table, self.copies, seq_ids, tokens, num_accepted)
+            stops = self._table.committed[rows] + np.fromiter(map(len, drafts), np.int64, len(rows))
+            self._rows.require_seen(seq_ids, rows, stops)
+            for row, stop, accepted in zip(rows.tolist(), stops.tolist(), drafts, strict=True):
+                self._commit_row(row, accepted, self._rows.extra(row))
+                self._cut_row(row, stop)
+            return
+        ids = as_token_array(tokens)
         if len(ids) != len(rows):
             raise SequenceError(f"{len(rows)} sequences, but {len(ids)} tokens to commit")
         start = self._table.committed[rows]
@@ -315,21 +333,8 @@ class HybridKVCacheManager:
         a block that fell out of a window: drafts can always be cut, committed tokens a little way, and all
         of them (to 0). Cost: O(groups x blocks given up).
         """
-        row = self._table.row(seq_id)
-        length = int(self._table.seq_len[row])
-        whole = isinstance(num_tokens, (int, np.integer)) and not isinstance(num_tokens, bool)
-        if not whole or not 0 <= num_tokens <= length:
-            raise SequenceError(f"cannot truncate sequence {seq_id!r} of {length} tokens to {num_tokens}")
-        num_tokens = int(num_tokens)
-        lost = self._rows.first_lost(row, num_tokens)
-        if lost is not None:
-            raise SequenceError(
-                f"cannot truncate {seq_id!r} from {length} to {num_tokens} tokens: "
-                f"its positions from {lost * self.block_size} on fell out of a window"
-            )
-        self._rows.cut(row, num_tokens, self._rows.extra(row).truncated(num_tokens, self.block_size))
-        if num_tokens < length:
-            self._announced.cut(row, int(self._table.committed[row]), num_tokens)
+        self._rows.require_cut(seq_id, num_tokens)
+        self._cut_row(self._table.row(seq_id), int(num_tokens))
 
     def close(self, seq_id: SeqId) -> None:
         """Give up a sequence: full committed blocks stay cached, others become free.
@@ -367,32 +372,19 @@ class HybridKVCacheManager:
         """Raise ``AssertionError`` if any two parts disagree. Cost: O(groups x (pool + table) + nodes)."""
         check_invariants(self._tree, self._rows, self.retention.held())
 
-    # -- inner steps
+    # -- inner steps: ``_commit_row`` and ``_cut_row`` refuse nothing any more
 
-    def _match(self, prompt: Int32Array, extra: SequenceExtra, limit: int) -> Int32Array:
-        return self._rows.match(prompt, extra, limit) if self.prefix_caching else NO_BLOCKS
+    def _commit_row(self, row: int, ids: Int32Array, extra: SequenceExtra) -> None:
+        if len(ids):
+            self._rows.commit(row, ids, extra)
+            self._announced.cut(row, int(self._table.committed[row]), self.max_seq_len)
 
-    def _cost(self, hit: Int32Array, source: Int32Array, length: int) -> int:
-        """Available blocks that a hit, and room up to ``length``, would take, ``source`` staying as well."""
-        fresh = (div_ceil(length, self.block_size) - hit.shape[1]) * len(self.groups)
-        blocks = np.concatenate([hit[hit > 0], source])
-        return int(fresh + np.count_nonzero(self._tree.pool.ref_count[blocks] == 0))
-
-    def _require_fits(self, committed: Int64Array, num_tokens: Int64Array) -> None:
-        """Refuse what a sequence could not hold if it were alone, with so many of its tokens committed."""
-        longest = int(num_tokens.max(initial=0))
-        if longest > self.max_seq_len:
-            raise NeverFits(f"{longest} tokens can never fit: a sequence holds at most {self.max_seq_len}")
-        self._rows.require_fits(committed, num_tokens)
+    def _cut_row(self, row: int, num_tokens: int) -> None:
+        if num_tokens < self._table.seq_len[row]:
+            self._rows.cut(row, num_tokens, self._rows.extra(row).truncated(num_tokens, self.block_size))
+            self._announced.cut(row, int(self._table.committed[row]), num_tokens)
 
     def _require_copied(self, row: int, first: int, last: int) -> None:
         if len(self.copies):
-            for table in self.tables.values():
-                self.copies.require_done(table.blocks[row, first:last])
-
-
-def _chunk(max_fresh_tokens: int | None, num_tokens: int) -> int:
-    """Tokens that a prompt takes room for at a time."""
-    if max_fresh_tokens is None:
-        return max(1, num_tokens)
-    return require_count("max_fresh_tokens", max_fresh_tokens, 1)
+            for blocks in self._rows.blocks[:, row, first:last]:
+                self.copies.require_done(blocks)

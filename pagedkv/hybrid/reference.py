@@ -32,11 +32,13 @@ class ReferenceHybridManager(ReferenceContents):
         block_size: int,
         max_seqs: int = 256,
         max_nodes: int | None = None,
+        watermark: float = 0.0,
         policy: str | Callable[[int, int], ReferencePolicy] = "lru",
     ) -> None:
         """Make a model with the same sizes and policy as the manager it is compared with."""
         super().__init__(groups, num_blocks, block_size, policy)
-        self.max_seqs, self.max_nodes = max_seqs, max_nodes
+        self.max_seqs, self.max_nodes, self.watermark = max_seqs, max_nodes, watermark
+        self.spare_nodes = (max_nodes or 0) - num_blocks
         self.births: dict[Prefix, int] = {}  # when each content became known
         self.num_births = 0
         self.announced: dict[Hashable, tuple[Namespace | None, list[int]]] = {}
@@ -70,7 +72,7 @@ class ReferenceHybridManager(ReferenceContents):
             for other_namespace, other in self.announced.values()
             if other_namespace == namespace
         ]
-        fits = len(self.seqs) < self.max_seqs and need <= self.free + len(self.cached)
+        fits = len(self.seqs) < self.max_seqs and self._can_have(need)
         return len(tokens), cached, max([0, *(c - cached for c in common)]), fits
 
     def open(
@@ -80,6 +82,7 @@ class ReferenceHybridManager(ReferenceContents):
         namespace: Namespace | None = None,
         max_fresh_tokens: int | None = None,
         max_cached_tokens: int | None = None,
+        loaded_tokens: int = 0,
         partial_hits: bool = False,
         announce: bool = False,
     ) -> tuple[int, int] | None:
@@ -88,37 +91,41 @@ class ReferenceHybridManager(ReferenceContents):
         limit = len(tokens) - 1 if max_cached_tokens is None else min(max_cached_tokens, len(tokens))
         size, room = self.block_size, max_fresh_tokens or len(tokens)
         prefixes = self._longest_hit(namespace, tokens, limit)
+        position = max(len(prefixes), loaded_tokens // size) * size
+        if position > len(prefixes) * size:
+            prefixes = self._there(namespace, tokens, min(limit, position), position)
         hit, cached = len(prefixes), len(prefixes) * size
-        length = min(len(tokens), cached + room)
-        self._require_fits(cached, length)
+        length = min(len(tokens), max(cached, loaded_tokens) + room)
+        self._require_fits(position, length)
         held = [
-            [by[p] if self.sees(group, cached, i) else None for i, p in enumerate(prefixes)]
+            [by[p] if self.sees(group, position, i) else None for i, p in enumerate(prefixes)]
             for group, by in zip(self.groups, self.by_prefix, strict=True)
         ]
         idle = sum(b is not None and not b.refs for row in held for b in row)
-        fresh = (self._blocks_for(length) - hit) * len(self.groups)
-        available = self.free + len(self.cached)
-        if len(self.seqs) == self.max_seqs or fresh + idle > available:
+        fresh = self._num_seen(position, hit, length)
+        if len(self.seqs) == self.max_seqs or not self._can_have(fresh + idle):
             return None
         sources: list[HybridBlock] = []
-        if partial_hits:
+        if partial_hits and loaded_tokens <= cached:
             parent: Prefix = prefixes[-1] if prefixes else (namespace,)
             wanted = tokens[cached : min(limit, cached + size)]
             known = sorted(self.nodes(), key=self.births.__getitem__)
             child, count = best_child(known, parent, wanted, size)
             found = [by[child] for by in self.by_prefix if child is not None and child in by]
             longer = min(len(tokens), cached + count + room)
-            more = (self._blocks_for(longer) - hit) * len(self.groups)
-            if len(found) == len(self.groups) and more + idle + sum(not b.refs for b in found) <= available:
+            more = self._num_seen(position, hit, longer)
+            idle += sum(not b.refs for b in found)
+            if len(found) == len(self.groups) and self._can_have(more + idle):
                 sources, length, fresh, cached = found, longer, more, cached + count
-        for block in let_go(self.groups, held):
+        for block in [*let_go(self.groups, held), *sources]:
             self._hold(block)
-        self._make_room(fresh, spared=sources)
+        self._make_room(fresh)
         for block in let_go(self.groups, held)[::-1]:
             self.policy.hit(block)
         for g, row in enumerate(held):
-            row += [self._new(g) for _ in range(self._blocks_for(length) - hit)]
-        self.copied += len(sources)
+            more_blocks = range(hit, self._blocks_for(length))
+            row += [self._new(g) if self.sees(self.groups[g], position, i) else None for i in more_blocks]
+        self._copy([[block] for block in sources], [row[hit : hit + 1] for row in held])
         self.seqs[seq_id] = HybridSequence(namespace, held, length)
         self.seqs[seq_id].tokens = list(tokens[:cached])
         if announce:
@@ -149,10 +156,11 @@ class ReferenceHybridManager(ReferenceContents):
         self._make_room(total * width)
         for s in copies:
             prefix = s.tail().prefix
-            old = [row[-1] for row in s.blocks]
+            old = [[row[-1]] for row in s.blocks]
             for g, row in enumerate(s.blocks):
                 row[-1] = self._new(g)
-            self._release([[block] for block in old], [] if prefix is None else [prefix])
+            self._copy(old, [row[-1:] for row in s.blocks])
+            self._release([], [] if prefix is None else [prefix])
         for s in private:
             for row in s.blocks:
                 block = row[-1]
@@ -163,7 +171,6 @@ class ReferenceHybridManager(ReferenceContents):
             for g, row in enumerate(s.blocks):
                 row += [self._new(g) for _ in range(n)]
             s.length += count
-        self.copied += len(copies) * width
         return True
 
     def commit(self, seq_id: Hashable, tokens: Sequence[int]) -> None:
@@ -183,7 +190,8 @@ class ReferenceHybridManager(ReferenceContents):
         for i, prefix in enumerate(seq.prefixes(self.block_size)[start:full], start):
             for g, (row, by) in enumerate(zip(seq.blocks, self.by_prefix, strict=True)):
                 own, equal = row[i], by.get(prefix)
-                assert own is not None
+                if own is None:
+                    continue  # nothing was to be loaded here
                 if equal is None:
                     self._store(own, g, prefix)
                 else:
@@ -193,6 +201,14 @@ class ReferenceHybridManager(ReferenceContents):
         if full > start:
             self._slide(seq, full * self.block_size)
         self._cut_announced(seq_id, None)
+
+    def accept(
+        self, seq_ids: Sequence[Hashable], drafts: Sequence[Sequence[int]], num_accepted: Sequence[int]
+    ) -> None:
+        """``commit_step`` with ``num_accepted``: commit the first so many of each row, cut behind them."""
+        for seq_id, row, count in zip(seq_ids, drafts, num_accepted, strict=True):
+            self.commit(seq_id, row[:count])
+            self.truncate(seq_id, len(self.seqs[seq_id].tokens))
 
     def fork(self, seq_id: Hashable, child_id: Hashable) -> bool:
         """Share every block."""
@@ -269,7 +285,23 @@ class ReferenceHybridManager(ReferenceContents):
             self.policy.retain(block, priority)
         return len(blocks)
 
+    def resize(self, num_blocks: int) -> bool:
+        """Have so many blocks, or False while more are held or a fence is open."""
+        done = self._resize(num_blocks)
+        if done and self.max_nodes is not None:
+            self.max_nodes = max(self.max_nodes, num_blocks + self.spare_nodes)
+        return done
+
     # -- inner steps
+
+    def _can_have(self, need: int) -> bool:
+        reserve = int(self.watermark * self.num_blocks) if self.seqs else 0
+        return need == 0 or need <= self.free + len(self.cached) - reserve
+
+    def _num_seen(self, position: int, first: int, length: int) -> int:
+        """Blocks of all groups, from ``first`` on, that a token at ``position`` or a later one sees."""
+        blocks = range(first, self._blocks_for(length))
+        return sum(self.sees(group, position, i) for group in self.groups for i in blocks)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self.block_size - 1) // self.block_size
@@ -289,6 +321,22 @@ class ReferenceHybridManager(ReferenceContents):
                 return prefixes
         return []
 
+    def _there(
+        self, namespace: Namespace | None, tokens: Sequence[int], limit: int, position: int
+    ) -> list[Prefix]:
+        """Contents up to the first that is unknown, or of which a group lacks what ``position`` sees."""
+        known, found = self.nodes(), list[Prefix]()
+        for i in range(max(0, limit) // self.block_size):
+            prefix: Prefix = (namespace, *tokens[: (i + 1) * self.block_size])
+            has = [
+                prefix in by or not self.sees(group, position, i)
+                for group, by in zip(self.groups, self.by_prefix, strict=True)
+            ]
+            if prefix not in known or not all(has):
+                break
+            found.append(prefix)
+        return found
+
     def _slide(self, seq: HybridSequence, position: int) -> None:
         fallen = [
             [None if self.sees(group, position, i) else b for i, b in enumerate(row)]
@@ -301,24 +349,37 @@ class ReferenceHybridManager(ReferenceContents):
                     self.fallen += 1
         self._release(fallen)
 
+    def _copy(
+        self, old: Sequence[Sequence[HybridBlock | None]], new: Sequence[Sequence[HybridBlock | None]]
+    ) -> None:
+        """Hold ``old`` for the copies, or else what those are to be copies of."""
+        for block, target in zip(let_go(self.groups, old), let_go(self.groups, new), strict=bool(old)):
+            source = next((src for src, dst in self.copies if dst is block), block)
+            self.copies.append((source, target))
+            self.copied += 1
+            if source is not block:
+                source.refs += 1
+                self._release([[block]])
+
     def _shared_tails(
         self, seqs: list[HybridSequence]
     ) -> tuple[list[HybridSequence], list[HybridSequence], list[HybridSequence]]:
-        """Who must copy its tail, who keeps it as its last holder, and who would if nothing built on it."""
+        """Who must copy its tail, who keeps it as the longest holder, who would if nothing built on it."""
         partial = [s for s in seqs if s.length % self.block_size]
         copies = [s for s in partial if s.tail().prefix is not None or s.tail().refs > 1]
         kept, burdened = [], []
         for block in {id(s.tail()): s.tail() for s in copies}.values():
             holders = [s for s in copies if s.tail() is block]
-            if len(holders) < self._num_users(block):
+            if len(holders) < max(self._num_users(block), block.refs):
                 continue
+            keeper = max(reversed(holders), key=lambda s: s.length)
             if block.prefix is not None and len(holders) > 1 and self.open_fences:
                 continue  # the fence holds what the others let go of
             if any(continues(prefix, block.prefix) for prefix in self.nodes()):
-                burdened.append(holders[-1])
+                burdened.append(keeper)
             else:
-                copies.remove(holders[-1])
-                kept.append(holders[-1])
+                copies.remove(keeper)
+                kept.append(keeper)
         return copies, kept, burdened
 
     def _num_users(self, block: HybridBlock) -> int:

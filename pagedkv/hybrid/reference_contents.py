@@ -38,6 +38,7 @@ class ReferenceContents:
         self.open_fences: list[int] = []
         self.fenced: list[tuple[set[int], Held]] = []  # (open fences that it waits for, one block or content)
         self.events: list[HybridEvent] = []
+        self.copies: list[tuple[HybridBlock, HybridBlock]] = []  # (source, which it holds, and destination)
         self.evicted = self.copied = self.fallen = 0
 
     def state(self) -> dict[str, object]:
@@ -45,6 +46,7 @@ class ReferenceContents:
         held = {id(b): b for s in self.seqs.values() for row in s.blocks for b in row if b is not None}
         others = [*self.pins.values(), *(item for _, item in self.fenced)]
         held |= {id(b): b for item in others for b in item.blocks}
+        held |= {id(b): b for b, _ in self.copies}
         return {
             "counts": (self.free, len(self.cached), self.num_blocks - self.free - len(self.cached)),
             "lengths": {seq_id: (s.length, len(s.tokens)) for seq_id, s in self.seqs.items()},
@@ -102,7 +104,40 @@ class ReferenceContents:
             for block in item.blocks:
                 self._give_up(block)
 
+    def take_copies(self) -> None:
+        """Let go of what the copies read."""
+        copies, self.copies = self.copies, []
+        for source, _ in copies:
+            self._release([[source]])
+
+    def reset(self) -> bool:
+        """Forget all, if nobody holds a block or a content."""
+        others = [*self.pins.values(), *(item for _, item in self.fenced)]
+        held = any(item.prefixes for item in others)
+        held = held or any(s.prefixes(self.block_size) for s in self.seqs.values())
+        if held or self.free + len(self.cached) < self.num_blocks:
+            return False
+        if self.cached:
+            self.events.append(HybridEvent("cleared", 0, (), ""))
+        for block in self.cached:
+            self.policy.forgotten(block)
+        self.evicted += len(self.cached)
+        self.cached.clear()
+        self.by_prefix = [{} for _ in self.groups]
+        self.free = self.num_blocks
+        return True
+
     # -- inner steps
+
+    def _resize(self, num_blocks: int) -> bool:
+        active = self.num_blocks - self.free - len(self.cached)
+        if self.open_fences or active > num_blocks:
+            return False
+        while active + len(self.cached) > num_blocks:
+            self._evict(self.policy.choose(self._leaves()), "capacity", chosen=True)
+        self.num_blocks, self.free = num_blocks, num_blocks - active - len(self.cached)
+        self.policy.resize(num_blocks)
+        return True
 
     def _serves(self, g: int, prefixes: Sequence[Prefix]) -> bool:
         """Whether a group has all that the token behind these blocks sees."""
@@ -120,10 +155,9 @@ class ReferenceContents:
         parents = {b.path[:-1] for by in self.by_prefix for b in by.values() if b.path is not None}
         return [block for block in self.cached if block.path not in parents]
 
-    def _make_room(self, count: int, spared: Sequence[HybridBlock] = ()) -> None:
+    def _make_room(self, count: int) -> None:
         while self.free < count:
-            leaves = [block for block in self._leaves() if block not in spared]
-            victim = self.policy.choose(leaves)
+            victim = self.policy.choose(self._leaves())
             assert isinstance(victim, HybridBlock)
             self._evict(victim, "capacity", chosen=True)
 
@@ -160,6 +194,11 @@ class ReferenceContents:
 
     def _release(self, rows: Sequence[Sequence[HybridBlock | None]], prefixes: Sequence[Prefix] = ()) -> None:
         """Let go of blocks and contents, or leave them to the fences that are open."""
+        for block in let_go(self.groups, rows):
+            fenced = [other for _, item in self.fenced for other in item.blocks]
+            for copy in [c for c in self.copies if c[1] is block and block.refs == 1 + fenced.count(block)]:
+                self.copies.remove(copy)  # nobody is left for it
+                self._release([[copy[0]]])
         items = [Held([block], []) for block in let_go(self.groups, rows)]
         items += [Held([], [prefix]) for prefix in prefixes]
         for item in items:
@@ -183,4 +222,5 @@ class ReferenceContents:
 
     def _num_fenced_only(self) -> int:
         waiting = [block for _, item in self.fenced for block in item.blocks]
+        waiting += [source for source, _ in self.copies]
         return sum(block.refs == waiting.count(block) for block in set(waiting))

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.block_tables import NULL_BLOCK, Int32Array, SeqId
 from pagedkv.content import SequenceExtra
 from pagedkv.hybrid.rows import Rows
-from pagedkv.page_table import NULL_BLOCK, Int32Array, SeqId
 from pagedkv.prefix_index import ROOT
 from pagedkv.swap import Swapped
 
@@ -50,9 +50,7 @@ def restore(rows: Rows, seq_id: SeqId, extra: SequenceExtra, swapped: Swapped, f
     except BaseException:
         rows.forget_row(seq_id, row)
         raise
-    tree.group_of[new] = np.nonzero(found.missing)[0]
-    blocks = found.blocks.copy()
-    blocks[found.missing] = new
+    blocks = found.blocks + rows.share_out(new, found.missing)
     rows.blocks[:, row, : blocks.shape[1]] = blocks
     rows.nodes[row, :known] = found.nodes
     rows.seq_len[row], rows.committed[row] = len(swapped.tokens), swapped.num_committed
@@ -70,5 +68,5 @@ def restore(rows: Rows, seq_id: SeqId, extra: SequenceExtra, swapped: Swapped, f
     except BaseException:
         rows.remove(seq_id)
         raise
-    tree.policy.hit(tree.by_node(found.blocks)[::-1])
+    tree.note_hit(found.blocks)
     return new

@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from pagedkv.block_tables import NULL_BLOCK, Int32Array, SeqId
 from pagedkv.errors import SequenceError
 from pagedkv.hybrid.rows import Rows
-from pagedkv.page_table import NULL_BLOCK, Int32Array, SeqId
 from pagedkv.prefix_index import ROOT
 from pagedkv.retention import Retention
 
@@ -39,23 +39,29 @@ class GroupRetention(Retention):
 
     def _to_pin(self, seq_id: SeqId, num_tokens: int) -> Int32Array:
         """Nodes, as negative numbers, and blocks, shallowest first."""
-        committed = self._tables.num_committed(seq_id)
+        committed = int(self._tables.committed[self._tables.row(seq_id)])
         if num_tokens > committed:
             raise SequenceError(f"{committed} tokens of {seq_id!r} are committed, got 0..{num_tokens}")
         size = self._tables.block_size
         nodes = self._rows.nodes[self._tables.row(seq_id), : num_tokens // size].copy()
         if not len(nodes) or (nodes == ROOT).any():  # without prefix caching there are none
             return nodes[:0]
-        blocks = self._rows.hit_blocks(nodes)
-        missing = self._rows.seen(len(nodes), len(nodes) * size) & (blocks == NULL_BLOCK)
-        if missing.any():
-            groups, columns = np.nonzero(missing)
+        hit = self._rows.hits.of(nodes, len(nodes) * size)
+        if hit.num_missing:
+            seen = self._rows.windows.seen(len(nodes), hit.position)
+            groups, columns = np.nonzero(seen & (hit.blocks == NULL_BLOCK))
             raise SequenceError(
                 f"cannot pin {len(nodes) * size} tokens of {seq_id!r}: of group "
                 f"{self._rows.groups[groups[0]].name!r}, positions {columns[0] * size} to "
                 f"{(columns[-1] + 1) * size - 1} fell out of the window and are gone"
             )
-        return np.concatenate([self._rows.tree.by_node(blocks), -nodes[::-1]])[::-1]
+        return np.concatenate([self._rows.tree.by_node(hit.blocks), -nodes[::-1]])[::-1]
+
+    def rename(self, name: Int32Array) -> None:
+        """Block ``b`` is called ``name[b]`` from now on."""
+        self._held = {
+            pin: np.where(ids > 0, name[np.maximum(ids, 0)], ids) for pin, ids in self._held.items()
+        }
 
     def _hold(self, ids: Int32Array) -> None:
         self._rows.tree.hold(ids)

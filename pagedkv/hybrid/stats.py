@@ -28,8 +28,8 @@ class HybridStats:
     them. Counters since the manager was made: ``num_opened`` sequences asked for ``queried_tokens``
     prompt tokens, of which ``hit_tokens`` were cached, and ``queried_blocks`` full blocks of one group, of
     which ``hit_blocks`` were; ``fallen_blocks`` fell out of a window.
-    ``fenced_blocks`` are held by nothing but a fence, ``pinned_blocks`` have a pin. ``residency``, if the
-    policy is a `Residency`: how long content stays, waits and rests.
+    ``fenced_blocks`` are held by fences and ``copies`` that wait alone, ``pinned_blocks`` have a pin.
+    ``residency``, if the policy is a `Residency`: how long content stays, waits and rests.
     """
 
     num_blocks: int

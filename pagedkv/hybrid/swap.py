@@ -5,11 +5,11 @@ import numpy.typing as npt
 
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_pool import NO_BLOCKS
+from pagedkv.block_tables import NULL_BLOCK, Int32Array, SeqId
 from pagedkv.content import SequenceExtra
-from pagedkv.errors import PagedKVError
+from pagedkv.errors import NeverFits, PagedKVError
 from pagedkv.hybrid.manager import HybridKVCacheManager
 from pagedkv.hybrid.restoring import find, restore
-from pagedkv.page_table import NULL_BLOCK, Int32Array, SeqId
 from pagedkv.swap import Reopened, Swapped, SwapSpace
 
 
@@ -65,7 +65,8 @@ class HybridSwapSpace(SwapSpace):
         """What the manager knows of an open sequence."""
         rows = self._hybrid._rows
         table = rows.tables[0]
-        row, length, committed = table.row(seq_id), table.num_tokens(seq_id), table.num_committed(seq_id)
+        row = table.row(seq_id)
+        length, committed = int(table.seq_len[row]), int(table.committed[row])
         tokens: Int32Array = np.zeros(length, np.int32)
         if self._hybrid.prefix_caching:
             full, rest = divmod(committed, rows.block_size)
@@ -77,13 +78,17 @@ class HybridSwapSpace(SwapSpace):
     def _reopen(self, seq_id: SeqId, swapped: Swapped) -> Reopened | None:
         """Open a sequence as it was, and commit it; None, or an error, if nothing has changed."""
         manager, rows, held = self._hybrid, self._hybrid._rows, self._held(swapped)
-        manager._require_fits(np.array([swapped.num_committed]), np.array([len(swapped.tokens)]))
+        if np.count_nonzero(held) > manager.num_blocks:
+            raise NeverFits(
+                f"sequence {seq_id!r} can never be swapped in: "
+                f"it has {np.count_nonzero(held)} blocks, the pool {manager.num_blocks}"
+            )
         extra = SequenceExtra.build(swapped.namespace, swapped.media, len(swapped.tokens), manager.block_size)
         limit = swapped.num_committed if manager.prefix_caching else 0
         found = find(rows, swapped.tokens[:limit], extra, held)
         hit = found.blocks[found.blocks != NULL_BLOCK]
         need = np.count_nonzero(found.missing) + np.count_nonzero(rows.tree.pool.ref_count[hit] == 0)
-        if not rows.tables[0].num_free_rows or need > rows.tree.pool.num_available:
+        if not rows.tables[0].num_free_rows or not manager._admission.can_have(int(need)):
             return None
         new = restore(rows, seq_id, extra, swapped, found)
         lacking = np.flatnonzero(found.missing.any(axis=0))

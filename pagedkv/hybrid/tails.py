@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pagedkv.block_pool import NO_BLOCKS
+from pagedkv.block_tables import BlockTables, Int32Array, Int64Array
 from pagedkv.hybrid.content_tree import ContentTree
-from pagedkv.page_table import Int32Array, Int64Array, PageTable
 from pagedkv.prefix_index import ROOT
 
 
@@ -29,13 +29,14 @@ class SharedTails(NamedTuple):
 NO_TAILS = SharedTails(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 
 
-def shared_tails(tree: ContentTree, table: PageTable, nodes: Int32Array, rows: Int64Array) -> SharedTails:
+def shared_tails(tree: ContentTree, table: BlockTables, nodes: Int32Array, rows: Int64Array) -> SharedTails:
     """The partial tails of ``rows`` that somebody else can see, through a table or by content.
 
     No window ever leaves the tail behind and whoever shares it shares it in every group, so one group's
     ``table`` tells for all of them. ``nodes`` [max_seqs, max_blocks_per_seq] are the contents of the rows.
-    If all holders of a tail grow in this batch and nothing cached builds on it, the last of them keeps it;
-    not so if several hold a content while a fence is open.
+    If all holders of a tail grow in this batch and nothing cached builds on it, the longest of them keeps
+    it, and the last of several: it writes behind what the copies for the others need. Not so if several hold
+    a content while a fence is open.
     Changes nothing. Cost: O(rows), vectorised, plus O(1) for each such tail.
     """
     lens = table.seq_len[rows]
@@ -44,15 +45,17 @@ def shared_tails(tree: ContentTree, table: PageTable, nodes: Int32Array, rows: I
     blocks, contents = table.blocks[rows, columns], nodes[rows, columns]
     seen = partial & ((contents != ROOT) | (tree.pool.ref_count[blocks] > 1))
     copied = np.flatnonzero(seen).astype(np.int32)
-    unique, last, holders = np.unique(blocks[copied][::-1], return_index=True, return_counts=True)
-    keeper = copied[len(copied) - 1 - last]
+    by_length = copied[np.argsort(lens[copied], kind="stable")][::-1]
+    unique, first, holders = np.unique(blocks[by_length], return_index=True, return_counts=True)
+    keeper = by_length[first]
     content = contents[keeper]
     references = np.where(content != ROOT, tree.nodes.ref_count[content], tree.pool.ref_count[unique])
     # a fence takes over what the others let go of, so that then nobody is the last to hold the content
     sole = (references == holders) & ((content == ROOT) | (holders == 1) | (not tree.fences))
+    sole &= tree.pool.ref_count[unique] == holders  # a copy that waits holds the block alone
     leaf = (content == ROOT) | (tree.children[content] == 0)
     return SharedTails(
-        copied=np.delete(copied, len(copied) - 1 - last[sole & leaf]),
+        copied=copied[~np.isin(copied, keeper[sole & leaf])],
         private=keeper[sole & leaf & (content != ROOT)],
         burdened=keeper[sole & ~leaf],
     )

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array
 from pagedkv.policies.fingerprints import Fingerprints, Ghosts
 from pagedkv.policies.leaf_policy import Candidates, Choice, LeafPolicy
-from pagedkv.policies.policy import NO_BLOCKS, BlockView
+from pagedkv.policies.policy import BlockView
 
 _ONCE, _AGAIN = 0, 1
 
@@ -72,7 +72,7 @@ class ARC(LeafPolicy):
                 lists[self._lane[exposed[-1]]].put(exposed)
         return np.array(choice.blocks, np.int32)
 
-    def evict(self, ids: Int32Array, keep: Int32Array = NO_BLOCKS) -> None:
+    def evict(self, ids: Int32Array) -> None:
         """Remember what goes."""
         for block in ids.tolist():
             self._ghosts[self._lane[block]].add(self._prints[block])

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array
 from pagedkv.policies.leaf_policy import LeafPolicy
 from pagedkv.policies.policy import BlockView
 

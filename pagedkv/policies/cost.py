@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array
 from pagedkv.policies.leaf_policy import LeafPolicy
-from pagedkv.policies.policy import NO_BLOCKS, BlockView
+from pagedkv.policies.policy import BlockView
 
 
 def prefill_cost(depth: int) -> float:
@@ -55,7 +55,7 @@ class CostAware(LeafPolicy):
         for block in ids.tolist():
             self._hits[block] += 1
 
-    def evict(self, ids: Int32Array, keep: Int32Array = NO_BLOCKS) -> None:
+    def evict(self, ids: Int32Array) -> None:
         """Grow as old as what goes."""
         for block in ids.tolist():
             key = self._key[block]

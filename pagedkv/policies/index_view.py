@@ -5,8 +5,8 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.block_tables import Int32Array
 from pagedkv.namespace import ExtraKeys, Namespace
-from pagedkv.page_table import Int32Array
 from pagedkv.prefix_index import PrefixIndex
 
 _MASK = 2**64 - 1

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from sortedcontainers import SortedList
 
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array
 from pagedkv.policies.policy import BlockView, EvictionPolicy
 
 Key = tuple[Any, ...]

@@ -1,6 +1,6 @@
 """Least frequently used, among equals least recently used."""
 
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array
 from pagedkv.policies.leaf_policy import LeafPolicy
 from pagedkv.policies.policy import BlockView
 

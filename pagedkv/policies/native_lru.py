@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from pagedkv import _core
 from pagedkv.block_ids import NO_BLOCKS, as_renaming, refuse_above
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array
 from pagedkv.policies.numpy_lru import refuse_idle
 from pagedkv.policies.policy import BlockView, EvictionPolicy
 
@@ -71,10 +71,6 @@ class NativeLRU(_core.Order, EvictionPolicy):
         refuse_above(ids, num_blocks, "idle")
         self._make(num_blocks, ids)
         super().resize(num_blocks)
-
-    def ids(self) -> Int32Array:
-        """All ids, least recently used first. Cost: O(n)."""
-        return self.first(len(self._next) - 1, NO_BLOCKS)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything to copy; what the core points to is said anew."""

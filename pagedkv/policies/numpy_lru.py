@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.block_ids import as_renaming, refuse_above
+from pagedkv.block_tables import Int32Array, Int64Array
 from pagedkv.errors import BlockError
-from pagedkv.page_table import Int32Array, Int64Array
 from pagedkv.policies.policy import BlockView, EvictionPolicy
 
 _NOWHERE = -1
@@ -114,10 +114,6 @@ class NumpyLRU(EvictionPolicy):
         self._log[: len(ids)] = ids
         self._place[ids] = self._places[: len(ids)]
         self._head, self._tail = 0, len(ids)
-
-    def ids(self) -> Int32Array:
-        """All ids, least recently used first."""
-        return self._oldest(len(self._place), self._any)
 
 
 def refuse_idle(ids: Int32Array) -> None:

@@ -5,9 +5,9 @@ from typing import Protocol
 
 import numpy as np
 
+from pagedkv.block_tables import Int32Array
 from pagedkv.errors import PagedKVError
 from pagedkv.namespace import Namespace
-from pagedkv.page_table import Int32Array
 
 NO_BLOCKS: Int32Array = np.zeros(0, np.int32)
 """No ids."""
@@ -86,8 +86,8 @@ class EvictionPolicy(ABC):
     def hit(self, ids: Int32Array) -> None:  # noqa: B027  what most policies need not know
         """An open found these blocks and holds them now, shallowest first; others may hold them too."""
 
-    def evict(self, ids: Int32Array, keep: Int32Array = NO_BLOCKS) -> None:
-        """What ``first`` named, and would name again now if it kept ``keep``, has lost its content."""
+    def evict(self, ids: Int32Array) -> None:
+        """What ``first`` named, and would name again now, has lost its content."""
         self.forget(ids)
 
     def forget(self, ids: Int32Array) -> None:

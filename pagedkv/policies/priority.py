@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from heapq import heappop, heappush
 
+from pagedkv.block_tables import Int32Array
 from pagedkv.errors import PagedKVError
-from pagedkv.page_table import Int32Array
 from pagedkv.policies.leaf_policy import LeafPolicy
 from pagedkv.policies.policy import BlockView
 

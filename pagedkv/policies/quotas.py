@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.block_ids import resized
+from pagedkv.block_tables import Int32Array, Int64Array
 from pagedkv.errors import PagedKVError
 from pagedkv.namespace import Namespace
-from pagedkv.page_table import Int32Array, Int64Array
 from pagedkv.policies.lru import LRU
 from pagedkv.policies.policy import NO_BLOCKS, BlockView, EvictionPolicy
 
@@ -103,10 +103,10 @@ class NamespaceQuotas(EvictionPolicy):
         merged = merge(*lists, key=self._since.__getitem__)
         return np.fromiter(islice(merged, max(count, 0)), np.int32)
 
-    def evict(self, ids: Int32Array, keep: Int32Array = NO_BLOCKS) -> None:
+    def evict(self, ids: Int32Array) -> None:
         """What ``first`` or ``surplus`` named has lost its content."""
         for number, some in self._by_part(ids):
-            self._parts[number].evict(some, keep)
+            self._parts[number].evict(some)
         self._part_of[ids] = _UNKNOWN
 
     def forget(self, ids: Int32Array) -> None:

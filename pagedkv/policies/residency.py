@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.block_ids import resized
+from pagedkv.block_tables import Int32Array
 from pagedkv.histogram import HistogramRecorder, ResidencyHistograms
-from pagedkv.page_table import Int32Array
 from pagedkv.policies import make_policy
-from pagedkv.policies.policy import NO_BLOCKS, BlockView, EvictionPolicy
+from pagedkv.policies.policy import BlockView, EvictionPolicy
 
 
 class Residency(EvictionPolicy):
@@ -88,9 +88,9 @@ class Residency(EvictionPolicy):
         """Who goes next, as the policy says."""
         return self._policy.first(count, keep)
 
-    def evict(self, ids: Int32Array, keep: Int32Array = NO_BLOCKS) -> None:
+    def evict(self, ids: Int32Array) -> None:
         """Lives end."""
-        self._policy.evict(ids, keep)
+        self._policy.evict(ids)
         if len(ids):
             now = self._clock()
             self._lifetime.add(now - self._stored[ids])

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array
 from pagedkv.policies.fingerprints import Fingerprints, Ghosts
 from pagedkv.policies.leaf_policy import Candidates, Choice, LeafPolicy
 from pagedkv.policies.policy import NO_BLOCKS, BlockView
@@ -63,9 +63,9 @@ class S3FIFO(LeafPolicy):
         """Whom the queues would let go, none of ``keep``."""
         return np.array(_Plan(self, count, keep).choice.blocks, np.int32)
 
-    def evict(self, ids: Int32Array, keep: Int32Array = NO_BLOCKS) -> None:
+    def evict(self, ids: Int32Array) -> None:
         """Give the second chances that led to these victims."""
-        for block, hits in _Plan(self, len(ids), keep).second_chances:
+        for block, hits in _Plan(self, len(ids), NO_BLOCKS).second_chances:
             self._hits[block] = hits
             self._sizes[self._lane[block]] -= 1
             old = self._lane[block]

@@ -4,10 +4,10 @@ from itertools import chain
 
 import numpy as np
 
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array
 from pagedkv.policies.fifo import FIFO
 from pagedkv.policies.leaf_policy import Candidates, Choice, Key
-from pagedkv.policies.policy import NO_BLOCKS, BlockView
+from pagedkv.policies.policy import BlockView
 
 _START: Key = (0, 0)
 
@@ -38,9 +38,9 @@ class SIEVE(FIFO):
         """Whom the hand would take, none of ``keep``."""
         return np.array(self._walk(count, keep.tolist())[0], np.int32)
 
-    def evict(self, ids: Int32Array, keep: Int32Array = NO_BLOCKS) -> None:
+    def evict(self, ids: Int32Array) -> None:
         """Let the hand go."""
-        blocks, passed = self._walk(len(ids), keep.tolist())
+        blocks, passed = self._walk(len(ids), [])
         for block in passed:
             self._was_hit[block] = False
         last = self._key[blocks[-1]] if blocks else None

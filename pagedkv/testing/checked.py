@@ -39,6 +39,7 @@ def manager_state(manager: KVCacheManager) -> dict[str, object]:
         "counters": {
             "evicted": stats.evicted_blocks,
             "copied": stats.copied_blocks,
+            "dropped": stats.dropped_blocks,
             "opened": stats.num_opened,
             "queried_tokens": stats.queried_tokens,
             "hit_tokens": stats.hit_tokens,
@@ -88,11 +89,12 @@ class CheckedManager:
         self.model = ReferenceManager(
             manager.num_blocks,
             manager.block_size,
-            manager.tables.num_free_rows,
+            manager._tables.num_free_rows,
             manager._watermark,
             _model_of(manager, reference),
         )
         self.follower = ShadowIndex()
+        self.copies = _CheckedCopies(self)
         self.fences = _CheckedFences(self)
         self.retention = _CheckedRetention(self)
         self.context = _CheckedContext(self)
@@ -234,6 +236,26 @@ class CheckedManager:
             seed = self.manager.events._seed or b""
             self._digests[path] = hashlib.blake2b(text, digest_size=32, key=seed).digest()
         return self._digests[path]
+
+
+class _CheckedCopies:
+    """As ``manager.copies``."""
+
+    def __init__(self, checked: CheckedManager) -> None:
+        self._checked = checked
+
+    def __len__(self) -> int:
+        return len(self._checked.manager.copies)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._checked.manager.copies, name)
+
+    def take(self) -> BlockCopies:
+        copies: BlockCopies = self._checked.call("copies.take")
+        num_copies = len(self._checked.model.copies)
+        self._checked.model.take_copies()
+        self._checked._same(len(copies.src), num_copies, "take")
+        return copies
 
 
 class _CheckedFences:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType, ModuleType
 from typing import Any
 
-_ROW, _ROWS = "pagedkv.page_table:PageTable.row", "pagedkv.page_table:PageTable.rows"
+_ROW, _ROWS = "pagedkv.block_tables:BlockTables.row", "pagedkv.block_tables:BlockTables.rows"
 _TOKENS = "pagedkv.manager:as_token_array"
 _MATCH = "pagedkv.prefix_index:PrefixIndex.match"
 _TAKE = ("pagedkv.block_cache:BlockCache.acquire",)
@@ -19,7 +19,7 @@ _GROW = (
     *_TAKE,
 )
 _ADD = (
-    "pagedkv.page_table:PageTable.add",
+    "pagedkv.block_tables:BlockTables.add",
     "pagedkv.sequences:Sequences.set_extra",
     "pagedkv.namespace:ExtraKeys.exchange",
     "pagedkv.namespace:ExtraKeys.take",
@@ -45,7 +45,7 @@ FAILURE_POINTS: dict[str, tuple[str, ...]] = {
         "pagedkv.copies:PendingCopies.require_done",
     ),
     "commit_step": (_ROWS, _TOKENS, "pagedkv.copies:PendingCopies.require_done"),
-    "fork": ("pagedkv.page_table:PageTable.held", *_ADD, *_TAKE),
+    "fork": ("pagedkv.block_tables:BlockTables.held", *_ADD, *_TAKE),
     "truncate": ("pagedkv.block_cache:BlockCache.is_shared", *_GIVE_UP),
     "close": (_ROW, *_GIVE_UP),
     "retention.pin": (_ROW, "pagedkv.block_pool:BlockPool.acquire"),

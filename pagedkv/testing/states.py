@@ -31,8 +31,8 @@ def check_nothing_is_held(manager: KVCacheManager) -> None:
     manager.check_invariants()
     cache, counts = manager._cache, manager.counts
     check(not len(manager.tables), f"{len(manager.tables)} sequences are open")
-    check(manager.tables.num_free_rows == len(manager.tables.seq_len), "a row of the page table is lost")
-    check(not manager.tables.blocks.any(), "the page table names a block")
+    check(manager._tables.num_free_rows == len(manager._tables.seq_len), "a row of the page table is lost")
+    check(not manager._tables.blocks.any(), "the page table names a block")
     check(not manager.retention.held(), f"{len(manager.retention.held())} pins are left")
     check(not cache.fences and not cache.fences.held(), "a fence is open")
     check(not len(manager.copies), f"{len(manager.copies)} copies wait")

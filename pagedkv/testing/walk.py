@@ -1,10 +1,12 @@
 """Random walks: a workload on a checked manager, with what is in every slot compared too."""
 
 import random
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from pagedkv.copies import BlockCopies
 from pagedkv.manager import KVCacheManager
 from pagedkv.policies.policy import EvictionPolicy
 from pagedkv.testing.checked import CheckedManager, MakeModel
@@ -19,6 +21,9 @@ MOVES = ("copies.take", "maintenance.defragment", "maintenance.resize")
 class TrialEngine:
     """Runs operations as an engine would: writes tokens before a commit, runs copies, and reads all back.
 
+    Copies that are taken while fences are open run as late as they may, in the order in which they come: when
+    the last of those fences is about to be signalled, or somebody is about to write where they write.
+
     >>> engine = TrialEngine(CheckedManager(KVCacheManager(8, block_size=4)))
     >>> _ = engine.run(Operation("open", "a", [5, 6, 7])); _ = engine.run(Operation("commit", "a", [5, 6, 7]))
     >>> engine.storage.read(engine.manager, "a")
@@ -29,6 +34,7 @@ class TrialEngine:
         """Serve with a new manager and an empty storage."""
         self.manager = manager
         self.storage = ShadowStorage(manager.manager.num_blocks, manager.manager.block_size)
+        self._late: deque[tuple[set[int], BlockCopies]] = deque()  # open fences, and what may wait for them
 
     def run(self, operation: Operation) -> Any:
         """Run one operation; raises ``AssertionError`` if a committed token is not in its slot then."""
@@ -39,29 +45,51 @@ class TrialEngine:
             self._write([args[0]], [args[1]])
         elif operation.name == "commit_step":
             self._write(args[0], [row if isinstance(row, Sequence) else [row] for row in args[1]])
+        elif operation.name == "fences.signal":
+            for fences, _ in self._late:
+                fences.discard(args[0])
+            self._run_late()
         result = operation(self.manager)
-        if operation.name in MOVES and result is not None:
+        if operation.name == "copies.take":
+            self._copy(result)
+        elif operation.name in MOVES and result is not None:
             self.storage.move(result)
             self.storage.resize(self.manager.num_blocks)
         self.check_contents()
         return result
 
     def check_contents(self) -> None:
-        """Compare what slots hold with what was committed; when copies wait, they are not right yet."""
-        if len(self.manager.copies):
-            return
+        """Compare what slots hold, once all copies that wait have run, with what was committed."""
+        then = ShadowStorage(self.manager.num_blocks, self.manager.block_size)
+        then.slots = self.storage.slots.copy()
+        for copies in (*(late for _, late in self._late), self.manager.copies.pending):
+            then.move(copies)
         for seq_id, seq in self.manager.model.seqs.items():
-            held = self.storage.read(self.manager, seq_id)
+            held = then.read(self.manager.manager, seq_id)
             assert held == seq.tokens, f"slots of {seq_id} hold {held}, committed were {seq.tokens}"
 
     def _write(self, seq_ids: Sequence[Hashable], tokens: Sequence[Sequence[int]]) -> None:
-        """Run what copies wait, then store the next tokens of each, as far as there are slots."""
+        """Take what copies wait, then store the next tokens of each, as far as there are slots."""
         if len(self.manager.copies):
-            self.storage.copy(self.manager)
+            self._copy(self.manager.copies.take())
         for seq_id, row in zip(seq_ids, tokens, strict=True):
             start = self.manager.tables.num_committed(seq_id)
             stop = min(start + len(row), self.manager.tables.num_tokens(seq_id))
-            self.storage.write(self.manager.tables.slots(seq_id, start, stop), row[: stop - start])
+            slots = self.manager.tables.slots(seq_id, start, stop)
+            self._run_late((slots // self.manager.block_size).tolist())
+            self.storage.write(slots, row[: stop - start])
+
+    def _copy(self, copies: BlockCopies) -> None:
+        """Run copies that were taken, now or later."""
+        assert set(copies.src.tolist()).isdisjoint(copies.dst.tolist()), f"an order is needed: {copies}"
+        self._late.append((set(self.manager.model.open_fences), copies))
+        self._run_late()
+
+    def _run_late(self, written: Iterable[int] = ()) -> None:
+        """Run all copies up to the last that wait for no fence, or write to blocks that are to be written."""
+        blocks = set(written)
+        while any(not fences or blocks & set(late.dst.tolist()) for fences, late in self._late):
+            self.storage.move(self._late.popleft()[1])
 
     def _look_up_first(self, operation: Operation) -> None:
         """``lookup`` must say what ``open`` is about to do."""

@@ -44,8 +44,7 @@ def _add_scheduling(group: argparse._ArgumentGroup) -> None:
     _add_flag(
         group,
         "--hybrid",
-        "give back the blocks of sliding-window layers outside the window: groups of layers share one pool, "
-        "without watermark",
+        "give back the blocks of sliding-window layers outside the window: groups of layers share one pool",
     )
 
 
@@ -179,7 +178,7 @@ def transfer(args: argparse.Namespace, bytes_per_block: int) -> TransferSettings
 def check_hybrid(args: argparse.Namespace) -> None:
     """Refuse with ``--hybrid`` what its manager does not have."""
     if args.hybrid:
-        _refuse(args, ("watermark", "host_cache", "disaggregate", "kv_budget"), "does not go with --hybrid")
+        _refuse(args, ("disk_cache", "kv_budget"), "does not go with --hybrid")
 
 
 def _swap(args: argparse.Namespace, bytes_per_block: int) -> SwapSettings | None:

@@ -1,4 +1,4 @@
-"""``pagedkv replay --hits-only``: prefix hits without time, of a whole trace or of one that streams by."""
+"""``pagedkv replay --hits-only``: prefix hits without time, of requests that pass by if that is enough."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ TAKES: Final = frozenset(
         "seed",
         *READING_OPTIONS,
         "hits_only",
-        "stream",
         "block_size",
         "num_blocks",
         "policy",
@@ -49,13 +48,13 @@ def run_hits(args: argparse.Namespace) -> int:
             "--hits-only counts hits in file order, without model, time or batches: "
             f"leave out {names_of(surplus)}"
         )
-    if args.stream:
-        _check_stream(args)
     quiet = check_outputs(args.trace, json=args.json)
-    if args.stream:
+    several = args.bound or "," in (args.policy or "")
+    # a pool that never evicts grows with the trace, belady knows all of it, several policies read it again
+    if args.trace != BUILT_IN and args.num_blocks and not several and args.policy != BOUND:
         return _run_stream(args, quiet)
     trace = read_whole(args)
-    if args.bound or "," in (args.policy or ""):
+    if several:
         return _run_policies(args, trace, quiet)
     with progress("replaying", len(trace)) as update:
         hits = replay_hits(
@@ -63,20 +62,6 @@ def run_hits(args: argparse.Namespace) -> int:
         )
     _tell(args, trace.name, hits, trace.notes, quiet)
     return 0
-
-
-def _check_stream(args: argparse.Namespace) -> None:
-    """Refuse what needs the whole trace, or memory that grows with it."""
-    if args.trace == BUILT_IN:
-        raise PagedKVError(f"--stream reads a file as it goes: state one, {BUILT_IN} is made whole")
-    if args.num_blocks is None:
-        raise PagedKVError("--stream needs --num-blocks: a pool that never evicts grows with the trace")
-    if args.bound or "," in (args.policy or ""):
-        raise PagedKVError(
-            "--stream reads the trace once, for one policy: leave out --bound, state one --policy"
-        )
-    if args.policy == BOUND:
-        raise PagedKVError(f"--policy {BOUND} knows the future, which --stream does not read ahead")
 
 
 def _run_stream(args: argparse.Namespace, quiet: bool) -> int:

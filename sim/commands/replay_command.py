@@ -32,7 +32,7 @@ from pagedkv.sim.commands.options import (
 from pagedkv.sim.commands.reading_options import add_reading_options
 from pagedkv.sim.commands.replay_outputs import add_output_options, check, one_policy, write
 from pagedkv.sim.commands.step_time_options import add_step_time_options, read_step_time
-from pagedkv.sim.commands.trace_source import BUILT_IN, read_whole
+from pagedkv.sim.commands.trace_source import BUILT_IN, read_requests, read_whole
 from pagedkv.sim.console import human_bytes, progress, show_table
 from pagedkv.sim.engine.engine import EngineConfig
 from pagedkv.sim.engine.hybrid_pool import hybrid_block_bytes
@@ -70,12 +70,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         default=None,
         help="count prefix hits only: no time, no decode; the pool is unbounded unless --num-blocks is given",
-    )
-    parser.add_argument(
-        "--stream",
-        action="store_true",
-        default=None,
-        help="with --hits-only and --num-blocks: keep no request, for a trace larger than memory",
     )
     add_reading_options(parser)
     add_model_options(parser)
@@ -142,11 +136,10 @@ def run(args: argparse.Namespace) -> int:
         return run_hits(args)
     if args.bound:
         raise PagedKVError("--bound compares hits: it goes with --hits-only")
-    if args.stream:
-        raise PagedKVError("--stream goes with --hits-only: a replay in time keeps every request")
     quiet = check(args)
     setup = _setup(args)
-    trace = read_replayed(args)
+    trace = read_requests(args)
+    trace = trace if args.speed is None else trace.faster(args.speed)
     with progress("replaying", len(trace)) as update:
         result = run_replay(trace, setup, update)
     if not quiet:
@@ -170,19 +163,18 @@ def _setup(args: argparse.Namespace) -> ReplaySetup:
         ),
     )
     base = Roofline.from_gpu(model, gpu, efficiency, weight_bits)
+    bytes_per_block = hybrid_block_bytes(model.spec) if args.hybrid else model.spec.bytes_per_block
     return ReplaySetup(
         model=model,
         gpu=gpu,
         num_blocks=num_blocks,
-        engine=engine_config(
-            args, hybrid_block_bytes(model.spec) if args.hybrid else model.spec.bytes_per_block
-        ),
+        engine=engine_config(args, bytes_per_block),
         efficiency=efficiency,
         step_model=read_step_time(args, base, model, gpu, num_blocks),
         weight_bits=weight_bits,
         prefix_caching=not args.no_prefix_caching,
         tensor_parallel=tensor_parallel(args),
-        transfer=transfer(args, model.spec.bytes_per_block),
+        transfer=transfer(args, bytes_per_block),
         hybrid=bool(args.hybrid),
         **_stated(watermark=args.watermark, policy=one_policy(args.policy)),
     )
@@ -194,7 +186,7 @@ def _stated(**options: Any) -> dict[str, Any]:
 
 
 def read_replayed(args: argparse.Namespace) -> Trace:
-    """The trace that is replayed in time, as fast as ``--speed`` says."""
+    """The whole trace, for commands that replay it more than once, as fast as ``--speed`` says."""
     trace = read_whole(args)
     return trace if args.speed is None else trace.faster(args.speed)
 

@@ -162,7 +162,7 @@ def run_sample(args: argparse.Namespace) -> int:
         raise PagedKVError("say which requests: one of --first, --random, --window")
     sample = Sample(args.first, args.random, args.window, args.seed, args.keep_sessions)
     reading = _open_for_writing(args)
-    return _write(args, reading, sample_rows(reading, sample))
+    return _write(args, reading, sample_rows(reading, sample), wanted=args.first or 0)
 
 
 def _open(args: argparse.Namespace, path: str) -> Reading:
@@ -180,7 +180,9 @@ def _open_for_writing(args: argparse.Namespace) -> Reading:
     return _open(args, args.input)
 
 
-def _write(args: argparse.Namespace, reading: Reading, rows: Iterator[Row], arrivals: str = "") -> int:
+def _write(
+    args: argparse.Namespace, reading: Reading, rows: Iterator[Row], arrivals: str = "", wanted: int = 0
+) -> int:
     counts: list[int] = []
 
     def assumed() -> tuple[str, ...]:
@@ -192,7 +194,8 @@ def _write(args: argparse.Namespace, reading: Reading, rows: Iterator[Row], arri
 
     write_outputs((args.output, write))
     err = console(stderr=True)
-    for line in (f"{counts[0]:,} requests", *reading.notes.lines()):
+    short = (f"{wanted:,} were asked for, the file holds no more",) if counts[0] < wanted else ()
+    for line in (f"{counts[0]:,} requests", *short, *reading.notes.lines()):
         err.print(line, markup=False, soft_wrap=True)
     return 0
 

@@ -8,20 +8,22 @@ from functools import cache, partial
 
 import numpy as np
 
+from pagedkv.block_tables import Int32Array
 from pagedkv.opened import Opened
-from pagedkv.page_table import Int32Array
 from pagedkv.sim.engine.arrivals import Arrivals
 from pagedkv.sim.engine.engine_config import EngineConfig
+from pagedkv.sim.engine.fitting import require_all_fit
 from pagedkv.sim.engine.happenings import Happenings, OnTheWay
 from pagedkv.sim.engine.host_side import HostSide
 from pagedkv.sim.engine.host_tier import HostTier
+from pagedkv.sim.engine.hybrid_pool import HybridPool
 from pagedkv.sim.engine.kv_budget import BudgetKeeper
-from pagedkv.sim.engine.pool import Pool, plain, require_all_fit
+from pagedkv.sim.engine.pool import Pool, open_loaded, plain
 from pagedkv.sim.engine.request_state import RequestState
 from pagedkv.sim.engine.waiting import WaitingQueue
 from pagedkv.sim.output.records import Records
+from pagedkv.sim.requests import Requests
 from pagedkv.sim.timing.step_time import StepTimeModel
-from pagedkv.sim.trace import Trace
 
 
 class Admission:
@@ -39,7 +41,7 @@ class Admission:
 
     def __init__(
         self,
-        trace: Trace,
+        trace: Requests,
         manager: Pool,
         step_time: StepTimeModel,
         config: EngineConfig | None = None,
@@ -55,7 +57,10 @@ class Admission:
         self.host = HostSide(manager, self.config, step_time)
         self.keeper: BudgetKeeper | None = None
         if self.config.kv_budget is not None:
-            self.keeper = BudgetKeeper(self.config.kv_budget, plain(manager), self.config.tokens_per_decode)
+            budgeted = plain(manager, "budget of tokens")
+            self.keeper = BudgetKeeper(self.config.kv_budget, budgeted, self.config.tokens_per_decode)
+        # a hybrid pool gives back what fell out of a window when it is told the tokens
+        self._tells = manager.prefix_caching or self.keeper is not None or isinstance(manager, HybridPool)
         self._waiting = WaitingQueue(self.config.queue, trace, self.arrivals.arrival_s.item)
         self._prefilling: deque[int] = deque()
         self._decoding: list[int] = []
@@ -104,8 +109,13 @@ class Admission:
         if request in self.host:
             return self._swap_in(request)
         tokens = self.requests.tokens(request, 0, self.requests.known(request))
-        opened = self.manager.open(
-            request, tokens, announce=self.config.coalesce, partial_hits=self.config.partial_hits
+        opened = open_loaded(
+            self.manager,
+            request,
+            tokens,
+            self._num_loadable(tokens),
+            announce=self.config.coalesce,
+            partial_hits=self.config.partial_hits,
         )
         if opened is None:
             return False
@@ -113,6 +123,12 @@ class Admission:
         if self.host.tier is None or not self._load(request, tokens, self.host.tier):
             self._prefilling.append(request)
         return True
+
+    def _num_loadable(self, tokens: Int32Array) -> int:
+        """First tokens that the host has, if that says what a prompt takes room for."""
+        if self.host.tier is None or not isinstance(self.manager, HybridPool):
+            return 0
+        return self.host.tier.find(tokens)
 
     def _load(self, request: int, tokens: Int32Array, tier: HostTier) -> bool:
         """Let the host fill the first blocks of an opened prompt, if it has more than were a hit."""
@@ -185,12 +201,12 @@ class Admission:
         """Commit what is computed and not committed yet."""
         start, stop = int(self.requests.committed[request]), int(self.requests.computed[request])
         is_prefix = self.manager.prefix_caching and not self.requests.dropped[request]
-        if (is_prefix or self.keeper is not None) and start < stop:
+        if self._tells and start < stop:
             self.manager.commit(request, self.requests.tokens(request, start, stop))
             self.requests.committed[request] = stop
             if self.host.tier is not None and is_prefix:
                 tokens = self.requests.tokens(request, 0, stop)
-                self.host.write(request, tokens, self.now + self._stall_s, self.happenings)
+                self.host.write(request, tokens, start, self.now + self._stall_s, self.happenings)
 
     def _keep_budget(self, keeper: BudgetKeeper, requests: list[int]) -> None:
         """Let those that decode drop what their next step has no room for in the budget."""

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from pagedkv.sim.trace import Trace
+from pagedkv.sim.requests import Requests
 
 
 class Arrivals:
@@ -19,6 +19,7 @@ class Arrivals:
         |---- served ----|................|---- served ----|
                           not before its own arrival_s, either
 
+    >>> from pagedkv.sim.trace import Trace
     >>> talk = {"session": [7, 7], "think_s": [math.nan, 2]}
     >>> trace = Trace("talk", [0, 0], [5, 9], [1, 1], [], [0, 0, 0], 0, 0, **talk)
     >>> arrivals = Arrivals(trace)
@@ -28,7 +29,7 @@ class Arrivals:
     (32.0, [1])
     """
 
-    def __init__(self, trace: Trace, *, expected: bool = True) -> None:
+    def __init__(self, trace: Requests, *, expected: bool = True) -> None:
         """Everything in the trace is to come, or, unless ``expected``, only what is added."""
         self.arrival_s = np.array(trace.arrival_s)
         """[n] float64: when each request came; of a follow-up not yet due, the trace's time."""
@@ -75,7 +76,7 @@ class Arrivals:
             self.add(follow_up, max(float(self.arrival_s[follow_up]), now_s + think_s))
 
 
-def _follow_ups(trace: Trace) -> dict[int, int]:
+def _follow_ups(trace: Requests) -> dict[int, int]:
     """Of each turn of a session the next one, if that one waits for it."""
     if np.isnan(trace.think_s).all():
         return {}

@@ -11,7 +11,7 @@ from pagedkv.sim.engine.disk_tier import DiskTier
 from pagedkv.sim.engine.engine import Engine
 from pagedkv.sim.engine.link import Link
 from pagedkv.sim.output.records import Records
-from pagedkv.sim.trace import Trace
+from pagedkv.sim.requests import Requests
 
 
 def check_pool(engine: Engine) -> None:
@@ -56,10 +56,10 @@ def check_link(link: Link, num_bytes: int) -> None:
     check(link.busy_s <= link.free_s * (1 + 1e-9), f"link busy {link.busy_s} s until {link.free_s} s")
 
 
-def check_tokens(trace: Trace, records: Records) -> None:
+def check_tokens(trace: Requests, records: Records) -> None:
     """Raise ``AssertionError`` unless every request was served, every token once, in order of time."""
     output = int(trace.output_len.sum())
-    gaps = int(records.gaps()[1].sum())
+    gaps = records.gaps().total
     check(gaps == output - len(trace), f"{gaps} gaps between {output} tokens of {len(trace)} requests")
     arrival_s = trace.arrival_s if records.arrival_s is None else records.arrival_s
     check(bool((arrival_s >= trace.arrival_s).all()), "a request came before its time")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from pagedkv.block_tables import Int32Array
 from pagedkv.events import BlocksRemoved, BlocksStored
 from pagedkv.manager import KVCacheManager
-from pagedkv.page_table import Int32Array
 
 
 class Departures:

@@ -9,18 +9,16 @@ from functools import partial
 
 import numpy as np
 
-from pagedkv.arithmetic import div_ceil
 from pagedkv.errors import require_count
-from pagedkv.manager import KVCacheManager
 from pagedkv.sim.engine.arrivals import Arrivals
 from pagedkv.sim.engine.engine import Engine
 from pagedkv.sim.engine.engine_config import EngineConfig
 from pagedkv.sim.engine.link import Link, LinkSpeed
-from pagedkv.sim.engine.pool import plain
+from pagedkv.sim.engine.pool import Pool, blocks_between, open_loaded
 from pagedkv.sim.engine.waiting import WaitingQueue
 from pagedkv.sim.output.records import Records
+from pagedkv.sim.requests import Requests
 from pagedkv.sim.timing.step_time import StepTimeModel
-from pagedkv.sim.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -36,10 +34,16 @@ class TransferSettings:
 
 
 class PrefillEngine(Engine):
-    """Computes prompts and their first tokens. A prompt keeps its blocks until they have been fetched."""
+    """Computes prompts and their first tokens. A prompt keeps its blocks until they have been fetched.
+
+    A hybrid pool gives a prompt its blocks chunk by chunk, so one may lack some that those hold which are
+    done: it is preempted then, and nobody is admitted before one of these is fetched.
+    """
 
     hand_over: Callable[[int], None]
     """Hears of each prompt that is done and has output to come."""
+
+    _waits_for_release = False
 
     def release(self, request: int, time_s: float) -> None:
         """Let the request's blocks go at a time."""
@@ -51,9 +55,25 @@ class PrefillEngine(Engine):
             self._wait_until(self.happenings.next_s)
             self.happenings.run_until(self.now)
 
+    @property
+    def next_move_s(self) -> float:
+        """As of any engine; nobody is admitted while blocks are to be fetched."""
+        if self.is_busy or not self._waits_for_release:
+            return super().next_move_s
+        return max(self.now, self.next_happening_s)
+
+    def _admit(self) -> None:
+        if not self._waits_for_release:
+            super()._admit()
+
+    def _preempt(self, request: int) -> None:
+        super()._preempt(request)
+        self._waits_for_release = len(self._running) > len(self._prefilling)
+
     def _release(self, request: int) -> None:
         self.manager.close(request)
         self._running.remove(request)
+        self._waits_for_release = False
 
     def _begin_decoding(self, request: int) -> None:
         self.hand_over(request)
@@ -67,8 +87,8 @@ class DecodeEngine(Engine):
 
     def __init__(
         self,
-        trace: Trace,
-        manager: KVCacheManager,
+        trace: Requests,
+        manager: Pool,
         step_time: StepTimeModel,
         config: EngineConfig,
         prefill: PrefillEngine,
@@ -103,9 +123,11 @@ class DecodeEngine(Engine):
         """Take blocks for the prompt, and let the link fill those that were not a hit."""
         num_tokens = int(self.trace.input_len[request])
         prompt = self.requests.tokens(request, 0, num_tokens)
-        opened = plain(self.manager).open(
+        opened = open_loaded(
+            self.manager,
             request,
             prompt,
+            num_tokens,
             max_cached_tokens=num_tokens,
             announce=self.config.coalesce,
             partial_hits=self.config.partial_hits,
@@ -116,8 +138,7 @@ class DecodeEngine(Engine):
         self._note_hit(request, opened)
         self.requests.computed[request] = num_tokens
         self.requests.decodes[request] = True
-        size = self.manager.block_size
-        missing = div_ceil(num_tokens, size) - opened.num_cached_tokens // size
+        missing = blocks_between(self.manager, request, opened.num_cached_tokens, num_tokens)
         self.num_fetched_blocks += missing
         done_s = self.link.begin(self.now, missing * self._bytes_per_block)
         self.records.transfer_s.append(done_s - self.now)
@@ -141,8 +162,8 @@ class Disaggregated:
 
     def __init__(
         self,
-        trace: Trace,
-        managers: tuple[KVCacheManager, KVCacheManager],
+        trace: Requests,
+        managers: tuple[Pool, Pool],
         step_time: StepTimeModel,
         config: EngineConfig,
         transfer: TransferSettings,
@@ -153,7 +174,7 @@ class Disaggregated:
         self._num_finished = 0
         self.num_hit_tokens_not_sent = 0
         self._on_progress = on_progress
-        # nobody is preempted there: a prompt has all of its blocks from the start
+        # a prompt of a hybrid pool alone can be preempted there, see PrefillEngine
         alone = replace(config, swap=None)
         self.prefill = PrefillEngine(trace, managers[0], step_time, alone, self._finished)
         there = replace(config, host_tier=None, disk_tier=None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagedkv.block_tables import Int32Array
 from pagedkv.errors import require_count
 from pagedkv.manager import KVCacheManager
-from pagedkv.page_table import Int32Array
 from pagedkv.sim.engine.link import Link, LinkSpeed
 
 

@@ -17,9 +17,9 @@ from pagedkv.sim.engine.speculation import Guesses
 from pagedkv.sim.engine.step_plan import Plan, StepPlanner
 from pagedkv.sim.engine.swapping import Swapper
 from pagedkv.sim.output.records import FloatArray, Records
+from pagedkv.sim.requests import Requests
 from pagedkv.sim.timing.step_cost import MOST_STEPS
 from pagedkv.sim.timing.step_time import Contexts, StepTimeModel
-from pagedkv.sim.trace import Trace
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -49,7 +49,7 @@ class Engine(Admission):
 
     def __init__(
         self,
-        trace: Trace,
+        trace: Requests,
         manager: Pool,
         step_time: StepTimeModel,
         config: EngineConfig | None = None,
@@ -288,6 +288,7 @@ class Engine(Admission):
     def _finish(self, request: int) -> None:
         self.manager.close(request)
         self._running.remove(request)
+        self.trace.forget(request)
         self.records.finish_s[request] = self.now
         self.records.num_finished += 1
         self.arrivals.finished(request, self.now)

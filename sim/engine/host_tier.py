@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pagedkv.errors import require_count
-from pagedkv.manager import KVCacheManager
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array, SeqId
+from pagedkv.errors import NeverFits, require_count
+from pagedkv.opened import Opened
 from pagedkv.sim.engine.departures import Departures
 from pagedkv.sim.engine.disk_tier import DiskTier
+from pagedkv.sim.engine.hybrid_pool import HybridPool
 from pagedkv.sim.engine.link import Link, LinkSpeed
+from pagedkv.sim.engine.pool import Pool, blocks_between, plain, tier_of
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,13 @@ class HostTier:
     """Host blocks with prefixes, counted by a manager of their own, least recently used out first.
 
     Every full block that the device commits is written through, once. Loads and writes share the link. With
-    a disk, what is evicted here is stored there, and what is hit there comes back through here.
+    a disk, what is evicted here is stored there, and what is hit there comes back through here. The tier of a
+    hybrid pool has blocks of groups, too: a prefix is there if every group has what the next token sees.
 
     >>> import numpy as np
-    >>> tier = HostTier(HostTierSettings(4, 100, LinkSpeed(100.0)), block_size=2, max_seqs=8)
+    >>> from pagedkv.manager import KVCacheManager
+    >>> device = KVCacheManager(8, block_size=2)
+    >>> tier = HostTier(HostTierSettings(4, 100, LinkSpeed(100.0)), device, max_seqs=8)
     >>> tokens = np.arange(6)
     >>> tier.store(0, tokens, now_s=1.0)               # three blocks of a second each
     4.0
@@ -55,20 +60,30 @@ class HostTier:
     def __init__(
         self,
         settings: HostTierSettings,
-        block_size: int,
+        device: Pool,
         max_seqs: int,
         link: Link | None = None,
         disk: DiskTier | None = None,
     ) -> None:
         """Start empty; ``link`` is one that is used for something else, too."""
-        self.pool = KVCacheManager(settings.num_blocks, block_size, max_seqs=max_seqs + 1)
+        self.pool = tier_of(device, settings.num_blocks, max_seqs + 1)
         self.link = link or Link(settings.link)
         self.disk = disk
         self.num_stored = self.num_loaded = 0
+        """Blocks that were written and read."""
+        self.num_loaded_tokens = 0
+        self._device = device
         self._bytes_per_block = settings.bytes_per_block
-        self._departures = Departures(self.pool) if disk is not None else None
+        self._departures = Departures(plain(self.pool, "disk cache")) if disk is not None else None
         self._promoted: dict[int, Int32Array] = {}  # tokens of blocks that are read from the disk
         self._to_send: dict[int, int] = {}
+
+    def find(self, tokens: Int32Array) -> int:
+        """How many of a prompt's first tokens are in host memory, in whole blocks and fewer than all."""
+        try:
+            return self.pool.lookup(tokens[: self.pool.max_seq_len]).num_cached_tokens
+        except NeverFits:  # not even what one token of such a prompt sees
+            return 0
 
     def load(self, request: int, tokens: Int32Array, num_cached: int, now_s: float) -> Loaded | None:
         """Find what there is of a prompt beyond ``num_cached`` tokens; None if that is nothing.
@@ -77,7 +92,7 @@ class HostTier:
         if there is room for it.
         """
         size, tokens = self.pool.block_size, tokens[: self.pool.max_seq_len]
-        here = self.pool.lookup(tokens).num_cached_tokens
+        here = self.find(tokens)
         there = self.disk.find(tokens) if self.disk is not None else 0
         ready_s = None
         if self.disk is not None and there > max(here, num_cached):
@@ -88,8 +103,9 @@ class HostTier:
         if ready_s is None:
             opened = self.pool.open(request, tokens[:found], max_cached_tokens=found)
             assert opened is not None  # it needs no block that is not there
-        blocks = found // size - num_cached // size
+        blocks = blocks_between(self._device, request, num_cached, found)
         self.num_loaded += blocks
+        self.num_loaded_tokens += found - num_cached // size * size
         self._to_send[request] = blocks
         return Loaded(found, now_s if ready_s is None else ready_s)
 
@@ -105,23 +121,39 @@ class HostTier:
             self.pool.commit(request, self._promoted.pop(request))
         self.pool.close(request)
 
-    def store(self, request: int, tokens: Int32Array, now_s: float) -> float | None:
+    def store(self, request: int, tokens: Int32Array, now_s: float, start: int = 0) -> float | None:
         """When the full blocks of ``tokens`` are on the host; None if none is written.
 
-        They are there already, or no room can be made beside what is being loaded.
+        They are there already, or no room can be made beside what is being loaded. The device has just
+        computed those from ``start`` on; of the ones before, a hybrid pool holds what the next one sees.
         """
         size, writing = self.pool.block_size, ("store", request)
-        full = min(len(tokens) // size * size, self.pool.max_seq_len)
-        opened = self.pool.open(writing, tokens[:full], max_cached_tokens=full) if full else None
+        full = min(len(tokens), self.pool.max_seq_len) // size * size
+        opened = self._open_to_store(writing, tokens[:full], start // size * size) if full else None
         if opened is None:
             return None
         cached = opened.num_cached_tokens
+        blocks = blocks_between(self.pool, writing, cached, full)
         self.pool.commit(writing, tokens[cached:full])
         self.pool.close(writing)
         self._demote(now_s)
-        blocks = (full - cached) // size
         self.num_stored += blocks
         return self.link.begin(now_s, blocks * self._bytes_per_block) if blocks else None
+
+    def _open_to_store(self, writing: SeqId, tokens: Int32Array, start: int) -> Opened | None:
+        count = len(tokens)
+        if not isinstance(self.pool, HybridPool):
+            return self.pool.open(writing, tokens, max_cached_tokens=count)
+        try:
+            return self.pool.open(
+                writing,
+                tokens,
+                max_cached_tokens=count,
+                max_fresh_tokens=max(1, count - start),
+                loaded_tokens=min(start, count),
+            )
+        except NeverFits:  # what the groups hold together can be too much
+            return None
 
     def _promote(self, request: int, prefix: Int32Array, disk: DiskTier, now_s: float) -> float | None:
         """When a prefix has come from the disk, as far as it is not here; None if there is no room for it."""

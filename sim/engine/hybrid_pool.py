@@ -9,10 +9,10 @@ import numpy as np
 
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_pool import BlockCounts
+from pagedkv.block_tables import NULL_BLOCK, Int64Array, SeqId
 from pagedkv.copies import PendingCopies
 from pagedkv.hybrid import HybridKVCacheManager, HybridSwapSpace, bytes_per_block, groups_for
 from pagedkv.opened import Lookup, Opened
-from pagedkv.page_table import NULL_BLOCK, Int64Array, SeqId
 from pagedkv.policies import EvictionPolicy
 from pagedkv.spec import KVCacheSpec
 from pagedkv.stats import ManagerStats
@@ -22,7 +22,7 @@ class HybridPool:
     """A `HybridKVCacheManager` of a model's layers. A block is of one group of layers, and so is a slot.
 
     A prompt takes room chunk by chunk; what no later token sees is given back when it is committed, after
-    each chunk and then whenever a block is full. There is no watermark.
+    each chunk and then whenever a block is full.
 
     >>> from pagedkv.spec import LayerSpec
     >>> local, full = LayerSpec(1, 8, window=32), LayerSpec(1, 8)
@@ -42,11 +42,12 @@ class HybridPool:
         *,
         max_seqs: int,
         max_seq_len: int,
+        watermark: float = 0.0,
         policy: str | EvictionPolicy | None = "lru",
     ) -> None:
         """Make the manager; ``SpecError`` if the layers do not share blocks of one size.
 
-        ``policy`` as for ``HybridKVCacheManager``; None: no prefix cache.
+        ``watermark`` and ``policy`` as for ``HybridKVCacheManager``; None: no prefix cache.
         """
         self._manager = HybridKVCacheManager(
             groups_for(spec),
@@ -54,13 +55,16 @@ class HybridPool:
             spec.block_size,
             max_seqs=max_seqs,
             max_seq_len=max_seq_len,
+            watermark=watermark,
             policy=policy,
         )
+        self.spec = spec
         self.num_blocks = num_blocks
         self.block_size = spec.block_size
         self.max_seq_len = max_seq_len
         self.prefix_caching = self._manager.prefix_caching
         self.num_groups = len(self._manager.groups)
+        self.retention = self._manager.retention
         self._table = next(iter(self._manager.tables.values()))  # all of them agree about lengths
 
     @property
@@ -76,15 +80,31 @@ class HybridPool:
     @property
     def used_slots(self) -> int:
         """Slots of active blocks with a token: all but those behind the end of a sequence, in each group."""
-        unused = int((-self._table.seq_len % self.block_size).sum())
+        unused = int((-self._table.seq_lens(self._table.seq_ids) % self.block_size).sum())
         return self.counts.active * self.block_size - unused * self.num_groups
 
     def open(
-        self, seq_id: SeqId, tokens: Any, *, announce: bool = False, partial_hits: bool = False
+        self,
+        seq_id: SeqId,
+        tokens: Any,
+        *,
+        max_cached_tokens: int | None = None,
+        max_fresh_tokens: int = 1,
+        loaded_tokens: int = 0,
+        announce: bool = False,
+        partial_hits: bool = False,
     ) -> Opened | None:
-        """Open a sequence with its hit and room for a token, see ``grow``; None if it does not fit now."""
+        """Open a sequence with its hit, room to load the first ``loaded_tokens`` if those are more, and room
+        for ``max_fresh_tokens`` behind, see ``grow``; None if it does not fit now.
+        """
         return self._manager.open(
-            seq_id, tokens, max_fresh_tokens=1, announce=announce, partial_hits=partial_hits
+            seq_id,
+            tokens,
+            max_cached_tokens=max_cached_tokens,
+            max_fresh_tokens=max_fresh_tokens,
+            loaded_tokens=loaded_tokens,
+            announce=announce,
+            partial_hits=partial_hits,
         )
 
     def lookup(self, tokens: Any) -> Lookup:
@@ -95,10 +115,14 @@ class HybridPool:
         """Host blocks for the sequences of this pool."""
         return HybridSwapSpace(self._manager, num_host_blocks)
 
-    def num_held_blocks(self, seq_id: SeqId) -> int:
-        """Blocks of all groups that a sequence holds. Cost: O(groups x blocks)."""
-        tables = self._manager.tables.values()
-        return sum(int(np.count_nonzero(table.block_ids(seq_id) != NULL_BLOCK)) for table in tables)
+    def num_held_blocks(self, seq_id: SeqId, start: int = 0, stop: int | None = None) -> int:
+        """Blocks of all groups that a sequence holds for its tokens from ``start`` to before ``stop``.
+
+        Cost: O(groups x blocks).
+        """
+        tables, size = self._manager.tables.values(), self.block_size
+        columns = slice(start // size, None if stop is None else div_ceil(stop, size))
+        return sum(int(np.count_nonzero(table.block_ids(seq_id)[columns] != NULL_BLOCK)) for table in tables)
 
     def grow(self, decoding: list[Any], num_tokens: int, prefilling: Mapping[Any, int]) -> bool:
         """Make room for ``num_tokens`` more of those that decode and so many in all of those that prefill.
@@ -106,7 +130,7 @@ class HybridPool:
         In all of them, or in none and False when the blocks are not available now.
         """
         table, size = self._table, self.block_size
-        lens = table.seq_len[table.rows([*decoding, *prefilling])]
+        lens = table.seq_lens([*decoding, *prefilling])
         wanted = lens + num_tokens
         wanted[len(decoding) :] = list(prefilling.values())
         wanted = np.maximum(lens, wanted)

@@ -8,9 +8,9 @@ from typing import Final
 import numpy as np
 
 from pagedkv.arithmetic import div_ceil
+from pagedkv.block_tables import Int64Array
 from pagedkv.errors import PagedKVError, require_count
 from pagedkv.manager import KVCacheManager
-from pagedkv.page_table import Int64Array
 from pagedkv.token_eviction import BlockMass, FloatArray, lightest_blocks, outside_window
 
 RULES: Final = ("streaming", "heavy-hitters")
@@ -95,7 +95,7 @@ class BudgetKeeper:
     def _lightest(self, request: int, num_blocks: int) -> Int64Array:
         known = self._weights.setdefault(request, BlockMass(window=1))
         weights = known.total
-        dropped = self._manager.tables.num_dropped(self._manager.tables.row(request))
+        dropped = self._manager.tables.num_dropped(request)
         new = block_weights(self._budget.seed, request, dropped + num_blocks)[dropped + len(weights) :]
         known.add(np.append(weights, new))
         columns = lightest_blocks(

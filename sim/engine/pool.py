@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
 from pagedkv.arithmetic import div_ceil
-from pagedkv.errors import NeverFits, PagedKVError
+from pagedkv.block_tables import Int32Array, SeqId
+from pagedkv.errors import PagedKVError
 from pagedkv.manager import KVCacheManager
-from pagedkv.sim.engine.engine_config import EngineConfig
+from pagedkv.opened import Opened
 from pagedkv.sim.engine.hybrid_pool import HybridPool
-from pagedkv.sim.trace import Trace
 
 Pool = KVCacheManager | HybridPool
 """Decides which blocks hold which sequence, and counts them."""
 
 
-def plain(pool: Pool) -> KVCacheManager:
-    """The manager that can do all; ``PagedKVError`` if it is the hybrid one."""
+def plain(pool: Pool, what: str) -> KVCacheManager:
+    """The plain manager; ``PagedKVError``, which says that there is no ``what``, if it is the hybrid one."""
     if isinstance(pool, HybridPool):
-        raise PagedKVError("a hybrid pool has no host cache, no budget of tokens, and cannot disaggregate")
+        raise PagedKVError(f"a hybrid pool has no {what}")
     return pool
+
+
+def tier_of(pool: Pool, num_blocks: int, max_seqs: int) -> Pool:
+    """An empty pool of blocks elsewhere, for prefixes of what this one holds."""
+    if isinstance(pool, HybridPool):
+        return HybridPool(pool.spec, num_blocks, max_seqs=max_seqs, max_seq_len=pool.max_seq_len)
+    return KVCacheManager(num_blocks, pool.block_size, max_seqs=max_seqs)
+
+
+def open_loaded(pool: Pool, seq_id: SeqId, tokens: Int32Array, loaded: int, **options: Any) -> Opened | None:
+    """Open a sequence whose first ``loaded`` tokens have K and V elsewhere: with room for what to bring.
+
+    ``options`` as of ``KVCacheManager.open``, which has room for the whole prompt in any case.
+    """
+    if isinstance(pool, HybridPool):
+        return pool.open(seq_id, tokens, loaded_tokens=loaded, **options)
+    return pool.open(seq_id, tokens, **options)
+
+
+def blocks_between(pool: Pool, seq_id: SeqId, start: int, stop: int) -> int:
+    """Blocks that an open sequence holds for its tokens from ``start`` to before ``stop``."""
+    if isinstance(pool, HybridPool):
+        return pool.num_held_blocks(seq_id, start, stop)
+    return div_ceil(stop, pool.block_size) - start // pool.block_size
 
 
 def groups_of(pool: Pool) -> int:
     """In how many groups of layers each token takes a slot."""
     return pool.num_groups if isinstance(pool, HybridPool) else 1
-
-
-def require_all_fit(trace: Trace, pool: Pool, config: EngineConfig) -> None:
-    """Refuse a trace with a request that this pool can never hold, before anything runs.
-
-    The last token takes no slot; drafts do while a request decodes. Raises ``NeverFits``.
-    """
-    total = trace.input_len + trace.output_len - 1 + np.where(trace.output_len > 1, config.num_drafts, 0)
-    worst = int(total.argmax())
-    tokens = int(total[worst])
-    blocks = div_ceil(tokens, pool.block_size)
-    if isinstance(pool, HybridPool):
-        blocks = pool.most_blocks(tokens, config.token_budget)
-    if blocks > pool.num_blocks or tokens > pool.max_seq_len:
-        raise NeverFits(
-            f"request {worst + 1} of {trace.name} needs {blocks} blocks of {pool.block_size} tokens, "
-            f"the pool has {pool.num_blocks} and a sequence at most {pool.max_seq_len} tokens: "
-            "give it more blocks (--num-blocks, or --gpu-memory and a smaller --kv-dtype)"
-        )

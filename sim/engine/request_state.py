@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.page_table import Int32Array
-from pagedkv.sim.trace import Trace
+from pagedkv.block_tables import Int32Array
+from pagedkv.sim.requests import Requests
 
 
 class RequestState:
@@ -20,7 +20,7 @@ class RequestState:
               |- dropped -|                      of the committed ones
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Requests) -> None:
         """Nothing has been computed."""
         self._trace = trace
         self.input_len = trace.input_len

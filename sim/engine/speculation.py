@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.errors import PagedKVError
-from pagedkv.sim.trace import Trace
+from pagedkv.sim.requests import Requests
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,13 @@ class Speculation:
 class Guesses:
     """Which output tokens are guessed right: drawn once per request, whoever else runs.
 
+    >>> from pagedkv.sim.trace import Trace
     >>> guesses = Guesses(Speculation(2, 1.0), Trace.from_lengths([0], [4], [9]))
     >>> guesses.tokens_of_step(np.array([0, 0]), np.array([1, 7])).tolist()
     [3, 2]
     """
 
-    def __init__(self, speculation: Speculation, trace: Trace) -> None:
+    def __init__(self, speculation: Speculation, trace: Requests) -> None:
         """Draw nothing yet."""
         self._speculation, self._trace = speculation, trace
         self._runs: dict[int, npt.NDArray[np.int32]] = {}

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 from typing import Final
 
 from pagedkv.errors import PagedKVError
-from pagedkv.sim.trace import Trace
+from pagedkv.sim.requests import Requests
 
 QUEUES: Final = ("fcfs", "priority", "shortest", "deadline")
 """Orders of service; those that arrived earlier go first among equals."""
@@ -25,6 +25,7 @@ class WaitingQueue:
 
     Who is first in the order is never preempted while others run: somebody always makes progress.
 
+    >>> from pagedkv.sim.trace import Trace
     >>> queue = WaitingQueue("shortest", Trace.from_lengths([0, 1, 2], [9, 5, 7], [1, 1, 1]), lambda i: 0.0)
     >>> queue.add(0); queue.add(1); queue.add(2)
     >>> queue.first, queue.last_of([1, 0]), len(queue)
@@ -33,7 +34,7 @@ class WaitingQueue:
     (1, 2, 0)
     """
 
-    def __init__(self, order: str, trace: Trace, arrival_s: Callable[[int], float]) -> None:
+    def __init__(self, order: str, trace: Requests, arrival_s: Callable[[int], float]) -> None:
         """Start empty; ``arrival_s`` says when a request came. ``PagedKVError`` for an order not known."""
         if order not in QUEUES:
             raise PagedKVError(f"queue must be one of {', '.join(QUEUES)}, got {order!r}")

@@ -17,7 +17,7 @@ from pagedkv.sim.fleet.fleet_replica import Replica, ReplicaEngine
 from pagedkv.sim.fleet.router import Router, make_router
 from pagedkv.sim.output.records import Records
 from pagedkv.sim.replay import ReplaySetup
-from pagedkv.sim.trace import Trace
+from pagedkv.sim.requests import Requests
 
 
 class Fleet:
@@ -35,7 +35,9 @@ class Fleet:
     engine are taken at once, and what they evict is known at the end of the last one.
     """
 
-    def __init__(self, trace: Trace, replicas: Sequence[Replica], router: Router, arrivals: Arrivals) -> None:
+    def __init__(
+        self, trace: Requests, replicas: Sequence[Replica], router: Router, arrivals: Arrivals
+    ) -> None:
         """Start at time 0; ``arrivals`` are those that the replicas' engines were given."""
         self.replicas, self.router = list(replicas), router
         self.replica_of: npt.NDArray[np.int32] = np.full(len(trace), -1, np.int32)
@@ -72,14 +74,18 @@ class Fleet:
         engine = replica.engine
         engine.tick(horizon_s)
         if self.router.follows_events:
-            self.router.hear(self.replicas.index(replica), engine.now, plain(engine.manager).events.take())
+            self.router.hear(
+                self.replicas.index(replica),
+                engine.now,
+                plain(engine.manager, "event stream").events.take(),
+            )
 
 
 @dataclass(frozen=True)
 class FleetResult:
     """A finished run of a fleet."""
 
-    trace: Trace
+    trace: Requests
     setup: ReplaySetup
     """What each replica is."""
     fleet: Fleet
@@ -88,7 +94,7 @@ class FleetResult:
 
 
 def run_fleet(
-    trace: Trace,
+    trace: Requests,
     setup: ReplaySetup,
     num_replicas: int,
     router: str,
@@ -139,14 +145,14 @@ def run_fleet(
     return FleetResult(trace, setup, fleet, records)
 
 
-def _pool(trace: Trace, setup: ReplaySetup, router: Router) -> Pool:
+def _pool(trace: Requests, setup: ReplaySetup, router: Router) -> Pool:
     pool = setup.pool(trace)
     if router.follows_events:
-        plain(pool).events.record()
+        plain(pool, "event stream").events.record()
     return pool
 
 
-def _together(trace: Trace, parts: Sequence[Records]) -> Records:
+def _together(trace: Requests, parts: Sequence[Records]) -> Records:
     """What all replicas wrote down: each request was served by one of them."""
     all_of = Records(len(trace))
     all_of.arrival_s = parts[0].arrival_s

@@ -12,8 +12,8 @@ from pagedkv.sim.engine.engine_config import EngineConfig
 from pagedkv.sim.engine.pool import Pool
 from pagedkv.sim.engine.waiting import WaitingQueue
 from pagedkv.sim.fleet.router import ReplicaLoad
+from pagedkv.sim.requests import Requests
 from pagedkv.sim.timing.step_time import StepTimeModel
-from pagedkv.sim.trace import Trace
 
 
 class _Sent(NamedTuple):
@@ -26,7 +26,7 @@ class _Sent(NamedTuple):
 class Inbox(Arrivals):
     """Requests that a router sends; the fleet's arrivals hear of their ends, for follow-ups of sessions."""
 
-    def __init__(self, trace: Trace, fleet: Arrivals) -> None:
+    def __init__(self, trace: Requests, fleet: Arrivals) -> None:
         """Nobody comes until sent."""
         super().__init__(trace, expected=False)
         self.arrival_s = fleet.arrival_s
@@ -42,7 +42,7 @@ class ReplicaEngine(Engine):
 
     def __init__(
         self,
-        trace: Trace,
+        trace: Requests,
         manager: Pool,
         step_time: StepTimeModel,
         config: EngineConfig,

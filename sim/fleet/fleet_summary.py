@@ -88,7 +88,7 @@ def summarize_fleet(result: FleetResult) -> FleetSummary:
         output_tokens=int(trace.output_len.sum()),
         makespan_s=float(records.finish_s.max()),
         ttft=Distribution.of(latencies.ttft_s),
-        itl=Distribution.of(*records.gaps()),
+        itl=Distribution.of_gaps(records.gaps()),
         tpot=Distribution.of(_known(latencies.tpot_s)),
         e2e=Distribution.of(latencies.e2e_s),
         replicas=tuple(_replica(replica) for replica in result.fleet.replicas),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
+from pagedkv.block_tables import Int32Array
 from pagedkv.errors import PagedKVError, require_count
 from pagedkv.events import Event, prefix_digests
-from pagedkv.page_table import Int32Array
 from pagedkv.sim.fleet.router_index import ReplicaIndex
 
 ROUTERS: Final = ("round-robin", "least-loaded", "prefix-aware")

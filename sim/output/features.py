@@ -15,7 +15,7 @@ from pagedkv.sim.engine.engine import Engine
 from pagedkv.sim.engine.link import Link
 from pagedkv.sim.output.metrics import Distribution, block_use
 from pagedkv.sim.output.records import Records
-from pagedkv.sim.trace import Trace
+from pagedkv.sim.requests import Requests
 
 if TYPE_CHECKING:
     from pagedkv.sim.replay import ReplaySetup
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Features = dict[str, dict[str, Any]]
 
 
-def features_of(trace: Trace, setup: ReplaySetup, engine: Engine, apart: Disaggregated | None) -> Features:
+def features_of(trace: Requests, setup: ReplaySetup, engine: Engine, apart: Disaggregated | None) -> Features:
     """Sections of the document, by feature; units are in the names. ``engine`` is the one that decodes."""
     records, makespan_s = engine.records, float(engine.records.finish_s.max())
     first: Engine = apart.prefill if apart else engine
@@ -54,7 +54,7 @@ def features_of(trace: Trace, setup: ReplaySetup, engine: Engine, apart: Disaggr
     if first.host.tier is not None and setup.engine.host_tier is not None:
         size = setup.engine.host_tier.bytes_per_block
         found["host_tier"] = {
-            "tokens_loaded": first.host.tier.num_loaded * first.host.tier.pool.block_size,
+            "tokens_loaded": first.host.tier.num_loaded_tokens,
             "bytes_in": first.host.tier.num_loaded * size,
             "bytes_out": first.host.tier.num_stored * size,
             "evicted_blocks": first.host.tier.pool.stats().evicted_blocks,
@@ -104,7 +104,7 @@ def _text(name: str, value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _deadlines(trace: Trace, records: Records) -> dict[str, Any]:
+def _deadlines(trace: Requests, records: Records) -> dict[str, Any]:
     arrival_s = trace.arrival_s if records.arrival_s is None else records.arrival_s
     due = np.isfinite(trace.deadline_s)
     met = records.finish_s[due] - arrival_s[due] <= trace.deadline_s[due]
@@ -112,7 +112,7 @@ def _deadlines(trace: Trace, records: Records) -> dict[str, Any]:
 
 
 def _speculation(records: Records, expected: float) -> dict[str, Any]:
-    verified = sum(s.num_steps * s.num_decoding for s in records.steps)
+    verified = int((records.steps.column("num_steps") * records.steps.column("num_decoding")).sum())
     return {
         "drafted_tokens": records.drafted_tokens,
         "accepted_tokens": records.accepted_tokens,
@@ -133,7 +133,7 @@ def _disaggregation(setup: ReplaySetup, apart: Disaggregated, makespan_s: float)
         **_link(decode.link, makespan_s),
         "hit_tokens_not_sent": apart.num_hit_tokens_not_sent,
         "evicted_blocks_decoding": decode.manager.stats().evicted_blocks,
-        "prefill_steps": sum(s.num_steps for s in prefill.records.steps),
+        "prefill_steps": int(prefill.records.steps.column("num_steps").sum()),
         "bytes_prefill_peak_active": use.peak_active_blocks * setup.bytes_per_block,
         "bytes_prefill_mean_active": round(use.mean_active_blocks * setup.bytes_per_block),
     }

@@ -10,7 +10,7 @@ import numpy as np
 
 from pagedkv.sim.output.records import FloatArray, Records
 from pagedkv.sim.replay import ReplayResult
-from pagedkv.sim.trace import Trace
+from pagedkv.sim.requests import Requests
 
 LATENCIES = ("ttft", "tpot", "e2e")
 """What a request has one of; its ITL are many."""
@@ -41,7 +41,7 @@ class Latencies(NamedTuple):
         return column
 
 
-def latencies_of(trace: Trace, records: Records) -> Latencies:
+def latencies_of(trace: Requests, records: Records) -> Latencies:
     """Latencies per request: the values that the summary's distributions describe."""
     arrival_s = arrivals_of(trace, records)
     ttft = records.first_token_s - arrival_s
@@ -50,7 +50,7 @@ def latencies_of(trace: Trace, records: Records) -> Latencies:
     return Latencies(ttft, (e2e - ttft) / gaps, e2e)
 
 
-def arrivals_of(trace: Trace, records: Records) -> FloatArray:
+def arrivals_of(trace: Requests, records: Records) -> FloatArray:
     """[requests] float64 seconds: when each came, which in a session may depend on the run."""
     return trace.arrival_s if records.arrival_s is None else records.arrival_s
 
@@ -61,6 +61,7 @@ def requests_csv(result: ReplayResult) -> str:
     >>> from pagedkv.sim.timing.gpus import load_gpu
     >>> from pagedkv.sim.timing.models import load_model
     >>> from pagedkv.sim.replay import ReplaySetup, run_replay
+    >>> from pagedkv.sim.trace import Trace
     >>> trace = Trace.from_lengths([0.0], [100], [1])
     >>> setup = ReplaySetup(load_model("llama-3.1-8b"), load_gpu("b200"), num_blocks=100)
     >>> requests_csv(run_replay(trace, setup)).splitlines()[1].split(",")[:4]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from pagedkv.sim.output.records import FloatArray, IntArray, Occupancy, Records
-from pagedkv.sim.trace import Trace
+from pagedkv.sim.output.gaps import Gaps
+from pagedkv.sim.output.records import FloatArray, Occupancy, Records
+from pagedkv.sim.requests import Requests
 from pagedkv.spec import KVCacheSpec
 from pagedkv.stats import ManagerStats
 
@@ -32,20 +34,27 @@ class Distribution:
     p99: float | None
 
     @classmethod
-    def of(cls, values: FloatArray, weights: IntArray | None = None) -> Distribution:
-        """Describe values that each occur ``weights`` times (once by default).
+    def of(cls, values: FloatArray) -> Distribution:
+        """Describe values.
 
         A percentile p is the smallest value that at least p percent of the values do not exceed.
         """
-        weights = np.ones(len(values), np.int64) if weights is None else weights
-        total = int(weights.sum())
-        if not total:
+        if not len(values):
             return cls(0, None, None, None, None, None)
-        order = np.argsort(values, kind="stable")
-        ranked, cumulative = values[order], np.cumsum(weights[order])
-        ranks = [-(-p * total // 100) for p in PERCENTILES]
-        found = ranked[np.searchsorted(cumulative, ranks)]
-        return cls(total, float((values * weights).sum() / total), *map(float, found))
+        found = np.sort(values)[_ranks(len(values)) - 1]
+        return cls(len(values), float(values.sum() / len(values)), *map(float, found))
+
+    @classmethod
+    def of_gaps(cls, gaps: Gaps) -> Distribution:
+        """Describe gaps, each once per sequence that had it; percentiles as in ``of``."""
+        if not gaps.total:
+            return cls(0, None, None, None, None, None)
+        found = gaps.ranked(_ranks(gaps.total))
+        return cls(gaps.total, gaps.sum() / gaps.total, *map(float, found))
+
+
+def _ranks(total: int) -> npt.NDArray[np.int64]:
+    return np.array([-(-p * total // 100) for p in PERCENTILES])
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,7 @@ class Summary:
         return self.output_tokens / self.makespan_s
 
 
-def summarize(trace: Trace, records: Records, stats: ManagerStats) -> Summary:
+def summarize(trace: Requests, records: Records, stats: ManagerStats) -> Summary:
     """Work out the figures of a finished run."""
     arrival_s = trace.arrival_s if records.arrival_s is None else records.arrival_s
     ttft = records.first_token_s - arrival_s
@@ -112,14 +121,14 @@ def summarize(trace: Trace, records: Records, stats: ManagerStats) -> Summary:
         output_tokens=int(trace.output_len.sum()),
         makespan_s=float(records.finish_s.max()),
         ttft=Distribution.of(ttft),
-        itl=Distribution.of(*records.gaps()),
+        itl=Distribution.of_gaps(records.gaps()),
         tpot=Distribution.of(tpot),
         e2e=Distribution.of(e2e),
         hit_tokens=records.hit_tokens,
         hit_blocks=(records.hit_tokens - records.partial_hit_tokens) // stats.block_size,
         prompt_blocks=int((trace.input_len // stats.block_size).sum()),
         preemptions=records.num_preemptions,
-        steps=sum(s.num_steps for s in records.steps),
+        steps=int(records.steps.column("num_steps").sum()),
         use=block_use(records.occupancy, stats.block_size),
         stats=stats,
     )

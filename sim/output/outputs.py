@@ -45,7 +45,7 @@ def _is_same_file(path: str, other: str) -> bool:
     """Tell whether both name one regular file, through links too."""
     with _named(path):
         return (
-            not _is_stream(path)
+            not is_stream(path)
             and os.path.isfile(other)
             and os.path.isfile(path)
             and os.path.samefile(path, other)
@@ -62,7 +62,7 @@ def write_outputs(*outputs: tuple[str, Writer]) -> None:
     with ExitStack() as stack:
         filled = [(path, stack.enter_context(_filled(path, write))) for path, write in outputs]
         # Streams first, since they may fail: a full disk must change no file, a reader who left spoils none.
-        for path, temporary in sorted(filled, key=lambda item: not _is_stream(item[0])):
+        for path, temporary in sorted(filled, key=lambda item: not is_stream(item[0])):
             try:
                 with _named(path):
                     _put_in_place(path, temporary)
@@ -93,7 +93,7 @@ def _checked_target(path: str) -> str:
         raise PagedKVError(f"cannot write {path}: no folder {folder}")
     if exists and not os.access(path, os.W_OK):
         raise PagedKVError(f"cannot write {path}: no permission to change it")
-    if not _is_stream(path) and not os.access(folder, os.W_OK | os.X_OK):
+    if not is_stream(path) and not os.access(folder, os.W_OK | os.X_OK):
         raise PagedKVError(f"cannot write {path}: no permission to write into the folder {folder}")
     return target
 
@@ -106,7 +106,8 @@ def _mode(path: str) -> int | None:
         return None
 
 
-def _is_stream(path: str) -> bool:
+def is_stream(path: str) -> bool:
+    """Tell whether a path names standard output, a pipe or a device: it is written to, and not replaced."""
     mode = _mode(path)
     return path in STANDARD_OUTPUT or (mode is not None and not stat.S_ISREG(mode))
 
@@ -114,7 +115,7 @@ def _is_stream(path: str) -> bool:
 @contextmanager
 def _filled(path: str, write: Writer) -> Iterator[Path]:
     """A temporary file, filled, beside what it will replace; its suffix says the format of a picture."""
-    folder = None if _is_stream(path) else os.path.dirname(os.path.realpath(path))
+    folder = None if is_stream(path) else os.path.dirname(os.path.realpath(path))
     with _named(path):
         handle, name = tempfile.mkstemp(suffix=Path(path).suffix, prefix=".pagedkv-", dir=folder)
     os.close(handle)
@@ -130,7 +131,7 @@ def _put_in_place(path: str, temporary: Path) -> None:
     if path in STANDARD_OUTPUT:
         sys.stdout.write(temporary.read_text(encoding="utf-8"))
         sys.stdout.flush()
-    elif _is_stream(path):
+    elif is_stream(path):
         with temporary.open("rb") as source, open(path, "wb") as stream:
             shutil.copyfileobj(source, stream)
     else:

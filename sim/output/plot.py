@@ -75,18 +75,20 @@ def _cache_bytes(axes: Axes, result: ReplayResult) -> None:
 
 
 def _itl_against_context(axes: Axes, result: ReplayResult) -> None:
-    steps = [s for s in result.records.steps if s.num_decoding]
+    log = result.records.steps
+    batches = log.column("num_decoding")
+    steps = np.flatnonzero(batches)
     steps = steps[:: max(1, len(steps) // MOST_POINTS)]
-    context = np.array([s.context_tokens for s in steps])
-    itl = np.array([s.first_s for s in steps]) * 1e3
-    mixed = np.array([s.num_prefill_tokens > 0 for s in steps], np.bool_)
+    context = log.column("context_tokens")[steps]
+    itl = log.column("first_s")[steps] * 1e3
+    mixed = log.column("num_prefill_tokens")[steps] > 0
     for which, color, label in (
         (mixed, "#d1495b", "steps with prefill"),
         (~mixed, "#2a6f97", "decode steps"),
     ):
         axes.scatter(context[which], itl[which], s=5, color=color, alpha=0.4, label=label, linewidths=0)
     if len(steps):
-        batch = max(1, round(float(np.median([s.num_decoding for s in steps]))))
+        batch = max(1, round(float(np.median(batches[steps]))))
         line = np.linspace(0, float(context.max()), 50)
         model = result.setup.step_time
         seconds = [model.decode_s(np.full(batch, round(x / batch), np.int64)) * 1e3 for x in line]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv.block_pool import BlockCounts
+from pagedkv.sim.output.gaps import Gaps
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -31,6 +34,47 @@ class Steps(NamedTuple):
     num_late: int = 0
     """Of the decoding sequences, those whose gap before the first of these steps is longer than that step:
     they waited, and the whole gap is written down by itself."""
+
+
+_SECONDS: Final = ("start_s", "first_s", "growth_s")
+
+
+class StepLog:
+    """Steps in order, as numbers in one row after the other: 80 bytes each. Whole numbers up to 2**53.
+
+    >>> log = StepLog([Steps(0.0, 3, 0.5, 0.25, 2, 100, 6400, 0)])
+    >>> log.append(Steps(2.25, 1, 0.5, 0.0, 0, 0, 0, 512)); len(log), log.column("num_steps").tolist()
+    (2, [3, 1])
+    >>> next(iter(log)).first_s
+    0.5
+    """
+
+    def __init__(self, steps: Iterable[Steps] = ()) -> None:
+        """Start with these."""
+        self._numbers = array("d")
+        for one in steps:
+            self.append(one)
+
+    def append(self, steps: Steps) -> None:
+        """Write down one more."""
+        self._numbers.extend(steps)
+
+    def extend(self, other: StepLog) -> None:
+        """Write down all of another log."""
+        self._numbers.extend(other._numbers)
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """The field ``name`` of all: [len] int64, or float64 if it is seconds."""
+        numbers = np.asarray(self._numbers).reshape(-1, len(Steps._fields))[:, Steps._fields.index(name)]
+        return numbers.copy() if name in _SECONDS else numbers.astype(np.int64)
+
+    def __len__(self) -> int:
+        """Return how many entries there are."""
+        return len(self._numbers) // len(Steps._fields)
+
+    def __iter__(self) -> Iterator[Steps]:
+        """Yield them in order, made anew."""
+        return map(Steps, *(self.column(name).tolist() for name in Steps._fields))
 
 
 class Sample(NamedTuple):
@@ -87,9 +131,9 @@ class Records:
 
     def __init__(self, num_requests: int) -> None:
         """Start with no step taken."""
-        self.steps: list[Steps] = []
+        self.steps = StepLog()
         self.samples: list[Sample] = []
-        self.resume_gaps_s: list[float] = []
+        self.resume_gaps_s = array("d")
         self.num_preemptions = 0
         self.num_finished = 0
         # of first admissions, so that a preempted request does not count twice
@@ -104,7 +148,7 @@ class Records:
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         """Drafts that became output: each came together with another token."""
-        self.transfer_s: list[float] = []
+        self.transfer_s = array("d")
         """From the end of a prefill to the arrival of its KV where it is decoded, one per request."""
         self.arrival_s: FloatArray | None = None
         """When each request came, where that depends on the run; None: as the trace says."""
@@ -112,21 +156,19 @@ class Records:
         self.first_token_s: FloatArray = np.full(num_requests, np.nan)
         self.finish_s: FloatArray = np.full(num_requests, np.nan)
 
-    def gaps(self) -> tuple[FloatArray, IntArray]:
-        """Every gap between consecutive tokens of a sequence: (seconds, how many tokens had it).
+    def gaps(self) -> Gaps:
+        """Every gap between consecutive tokens of a sequence.
 
         Each decoding sequence gets a token a step, so a step is a gap for all of them. Gaps over a
         preemption or another wait are counted whole, one by one. Accepted drafts follow after no time.
         """
-        counts = np.array([s.num_steps for s in self.steps], np.int64)
-        decoding = np.repeat(np.array([s.num_decoding for s in self.steps], np.int64), counts)
-        starts = np.cumsum(counts) - counts
-        decoding[starts] -= np.array([s.num_late for s in self.steps], np.int64)
-        k = np.arange(len(decoding)) - np.repeat(starts, counts)
-        first = np.repeat(np.array([s.first_s for s in self.steps]), counts)
-        growth = np.repeat(np.array([s.growth_s for s in self.steps]), counts)
-        seconds = np.concatenate([first + growth * k, np.array(self.resume_gaps_s), [0.0]])
-        weights = np.concatenate(
-            [decoding, np.ones(len(self.resume_gaps_s), np.int64), [self.accepted_tokens]]
+        alone = np.array(self.resume_gaps_s)
+        drafts = np.array([self.accepted_tokens])
+        none, one = np.zeros(len(alone) + 1, np.int64), np.ones(len(alone) + 1, np.int64)
+        return Gaps(
+            first=np.concatenate([self.steps.column("first_s"), alone, [0.0]]),
+            growth=np.concatenate([self.steps.column("growth_s"), none]),
+            count=np.concatenate([self.steps.column("num_steps"), one]),
+            weight=np.concatenate([self.steps.column("num_decoding"), one[1:], drafts]),
+            late=np.concatenate([self.steps.column("num_late"), none]),
         )
-        return seconds[weights > 0], weights[weights > 0]

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from pagedkv.sim.output.gaps import Gaps
 from pagedkv.sim.output.latencies import LATENCIES, latencies_of
 from pagedkv.sim.output.records import FloatArray, IntArray
 from pagedkv.sim.output.slo import Goodput
-from pagedkv.sim.output.tables import Column, columns_of
+from pagedkv.sim.output.tables import columns_of
 from pagedkv.sim.output.timeline import timeline_csv
 from pagedkv.sim.replay import ReplayResult
 from pagedkv.sim.timing.step_time import StepTimeModel
@@ -31,39 +32,43 @@ def series_of(result: ReplayResult, goodput: Goodput | None = None) -> dict[str,
     reads more KV bytes than weight bytes. ``quantiles``: of each latency, and of the factor on the SLOs.
     """
     return {
-        "timeline": _timeline(columns_of(timeline_csv(result))),
+        "timeline": _timeline(result),
         "itl_by_context": _itl_by_context(result),
         "quantiles": _quantiles(result, goodput),
     }
 
 
-def _timeline(columns: dict[str, Column]) -> dict[str, list[Any]]:
-    active = [value or 0 for value in columns["bytes_active"]]
+def _timeline(result: ReplayResult) -> dict[str, list[Any]]:
+    active = [sample.active_blocks for sample in result.records.samples]
     every = -(-len(active) // MOST_ROWS)
     runs = [range(start, min(start + every, len(active))) for start in range(0, len(active), every)]
     # the first and the last row stay: where the time begins, and where the counters end
     kept = sorted({0, len(active) - 1, *(max(run, key=active.__getitem__) for run in runs)})
-    return {name: [_digits(column[i]) for i in kept] for name, column in columns.items()}
+    columns = columns_of(timeline_csv(result, kept))
+    return {name: list(map(_digits, column)) for name, column in columns.items()}
 
 
 def _itl_by_context(result: ReplayResult) -> dict[str, Any]:
-    steps = [s for s in result.records.steps if s.num_decoding]
+    log = result.records.steps
+    batches = log.column("num_decoding")
+    steps = np.flatnonzero(batches)
     shown = steps[:: max(1, -(-len(steps) // MOST_POINTS))]
+    context_tokens = log.column("context_tokens")
     found: dict[str, Any] = {
         "batch": None,
         "weight_bytes": None,
         "overtake_tokens": None,
         "points": {
-            "context_tokens": [s.context_tokens for s in shown],
-            "itl_s": [_digits(s.first_s) for s in shown],
-            "prefill_tokens": [s.num_prefill_tokens for s in shown],
+            "context_tokens": context_tokens[shown].tolist(),
+            "itl_s": [_digits(seconds) for seconds in log.column("first_s")[shown].tolist()],
+            "prefill_tokens": log.column("num_prefill_tokens")[shown].tolist(),
         },
         "model": {"context_tokens": [], "itl_s": []},
     }
-    if steps:
+    if len(steps):
         model = result.setup.step_time
-        batch = max(1, round(float(np.median([s.num_decoding for s in steps]))))
-        top = max(s.context_tokens for s in steps)
+        batch = max(1, round(float(np.median(batches[steps]))))
+        top = int(context_tokens[steps].max())
         each = sorted({max(1, round(x / batch)) for x in np.linspace(0, top, LINE_POINTS).tolist()})
         weights = model.weight_bytes(batch)
         found["batch"], found["weight_bytes"] = batch, round(weights)
@@ -100,27 +105,31 @@ def overtaking_context(model: StepTimeModel, batch: int) -> int | None:
 
 
 def _quantiles(result: ReplayResult, goodput: Goodput | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"percent": list(PERCENTS), "itl_s": _ranked(*result.records.gaps())}
+    found: dict[str, Any] = {"percent": list(PERCENTS), "itl_s": _ranked_gaps(result.records.gaps())}
     latencies = latencies_of(result.trace, result.records)
     for name in LATENCIES:
         values = latencies.of(name)
         values = values[np.isfinite(values)]
-        found[f"{name}_s"] = _ranked(values, np.ones(len(values), np.int64))
+        found[f"{name}_s"] = _ranked(values)
     if goodput is not None:
-        worst = goodput.worst
-        found["slo_factor"] = _ranked(worst, np.ones(len(worst), np.int64))
+        found["slo_factor"] = _ranked(goodput.worst)
     return found
 
 
-def _ranked(values: FloatArray, weights: IntArray) -> list[float | None]:
+def _ranked(values: FloatArray) -> list[float | None]:
     """The smallest value that at least each percentage of all do not exceed; None if it is not finite."""
-    total = int(weights.sum())
-    if not total:
+    if not len(values):
         return []
-    order = np.argsort(values, kind="stable")
-    ranks = [max(1, -(-round(p * 10) * total // 1000)) for p in PERCENTS]
-    found: FloatArray = values[order][np.searchsorted(np.cumsum(weights[order]), ranks)]
+    found: FloatArray = np.sort(values)[_ranks(len(values)) - 1]
     return [_digits(value) if np.isfinite(value) else None for value in found.tolist()]
+
+
+def _ranked_gaps(gaps: Gaps) -> list[float | None]:
+    return [_digits(value) for value in gaps.ranked(_ranks(gaps.total)).tolist()] if gaps.total else []
+
+
+def _ranks(total: int) -> IntArray:
+    return np.array([max(1, -(-round(p * 10) * total // 1000)) for p in PERCENTS])
 
 
 def _digits(value: Any) -> Any:

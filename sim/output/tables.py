@@ -7,11 +7,12 @@ import io
 from pathlib import Path
 
 from pagedkv.errors import PagedKVError
-from pagedkv.sim.output.outputs import STANDARD_OUTPUT, Writer, text_writer
+from pagedkv.sim.output.outputs import STANDARD_OUTPUT, Writer, is_stream, text_writer
 
 Column = list[int | None] | list[float | None]
 
 PARQUET = (".parquet", ".pq")
+CSV = (".csv", "")
 
 
 def columns_of(text: str) -> dict[str, Column]:
@@ -32,7 +33,17 @@ def _typed(name: str, cells: tuple[str, ...]) -> Column:
 
 
 def require_table(path: str) -> None:
-    """Refuse Parquet that could not be written, before the work: no pyarrow, or standard output."""
+    """Refuse before the work what could not be written after it: a suffix of neither kind, or no pyarrow.
+
+    >>> require_table("timeline.csv"); require_table("-"); require_table("timeline.xls")
+    Traceback (most recent call last):
+        ...
+    pagedkv.errors.PagedKVError: cannot write timeline.xls: a table is .csv, .parquet or .pq, got '.xls'
+    """
+    suffix = Path(path).suffix
+    if not (is_parquet(path) or suffix.lower() in CSV or is_stream(path)):
+        kinds = ".csv, .parquet or .pq"
+        raise PagedKVError(f"cannot write {path}: a table is {kinds}, got {suffix!r}")
     if not is_parquet(path):
         return
     try:
@@ -42,7 +53,7 @@ def require_table(path: str) -> None:
 
 
 def is_parquet(path: str) -> bool:
-    """Tell whether a path names Parquet; any other suffix, and standard output, mean CSV."""
+    """Tell whether a path names Parquet; everything else means CSV."""
     return path not in STANDARD_OUTPUT and Path(path).suffix.lower() in PARQUET
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 
 from pagedkv.sim.replay import ReplayResult
 
@@ -22,14 +23,17 @@ COLUMNS = (
 )
 
 
-def timeline_csv(result: ReplayResult) -> str:
-    """One row per sample: sequences, bytes by state, mean ITL since the row before (empty if none)."""
+def timeline_csv(result: ReplayResult, kept: Sequence[int] | None = None) -> str:
+    """One row per sample, or of those that are ``kept``: sequences, bytes by state, mean ITL since the sample
+    before (empty if none).
+    """
     block = result.setup.bytes_per_block
     token = block // result.setup.model.spec.block_size
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
-    for s in result.records.samples:
+    samples = result.records.samples
+    for s in samples if kept is None else [samples[i] for i in kept]:
         itl = "" if s.mean_itl_s is None else f"{s.mean_itl_s:.9f}"
         states = (
             s.free_blocks * block,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import heapq
 import os
-from array import array
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
+from pagedkv.sim.readers.columns import Contents, Numbers
 from pagedkv.sim.readers.formats import find_format
 from pagedkv.sim.readers.row import Format, Notes, ReadOptions, Row
 from pagedkv.sim.readers.source import Progress, Source
-from pagedkv.sim.trace import NO_DEADLINE, Trace, check_positive_int
+from pagedkv.sim.trace import Trace, check_positive_int
 
 SORT_WINDOW = 100_000
 """Requests held back when a file is sorted by arrival; more disorder than that is refused."""
@@ -99,12 +98,13 @@ def read_trace(
 
 def trace_of(reading: Reading, limit: int | None = None) -> Trace:
     """The requests of a reading, or the first ``limit`` of them, as arrays."""
-    columns = _Columns()
+    numbers, contents = Numbers(), Contents()
     for row in islice(reading, limit):
-        columns.add(row)
-    if not columns.num_requests:
+        numbers.add(row)
+        contents.add(row)
+    if not numbers.num_requests:
         raise reading.source.error("the file holds no requests")
-    return columns.trace(reading.source.name, reading.notes.lines())
+    return numbers.trace(reading.source.name, reading.notes.lines(), contents)
 
 
 def sorted_by_arrival(rows: Iterator[Row], window: int) -> Iterator[Row]:
@@ -138,60 +138,3 @@ def _from_first(rows: Iterator[Row]) -> Iterator[Row]:
             if first_s:
                 row = row._replace(arrival_s=row.arrival_s - first_s)
         yield row
-
-
-class _Columns:
-    """The rows read so far, as growing columns."""
-
-    def __init__(self) -> None:
-        self.num_requests = 0
-        self._arrival_s, self._think_s, self._deadline_s = array("d"), array("d"), array("d")
-        self._input_len, self._output_len, self._priority = array("q"), array("q"), array("q")
-        self._session, self._adapter = array("q"), array("q")
-        self._content_ids, self._content_offsets = array("i"), array("q", [0])
-        self._contents: dict[Hashable, int] = {}
-        self._sessions: dict[Hashable, int] = {}
-        self._adapters: dict[str, int] = {}
-        self._block_size = 0
-
-    def add(self, row: Row) -> None:
-        if row.block_size != self._block_size and row.contents:
-            if self._block_size:
-                raise row.place.error(f"blocks of {row.block_size} tokens after blocks of {self._block_size}")
-            self._block_size = row.block_size
-        self.num_requests += 1
-        self._arrival_s.append(row.arrival_s or 0.0)
-        self._input_len.append(row.input_len)
-        self._output_len.append(row.output_len)
-        contents = self._contents
-        self._content_ids.extend([contents.setdefault(key, len(contents)) for key in row.content_keys()])
-        self._content_offsets.append(len(self._content_ids))
-        self._session.append(_number(self._sessions, row.session))
-        self._adapter.append(_number(self._adapters, row.adapter))
-        self._think_s.append(np.nan if row.think_s is None else row.think_s)
-        self._deadline_s.append(NO_DEADLINE if row.deadline_s is None else row.deadline_s)
-        self._priority.append(row.priority)
-
-    def trace(self, name: str, notes: tuple[str, ...]) -> Trace:
-        return Trace(
-            name,
-            np.array(self._arrival_s),
-            np.array(self._input_len),
-            np.array(self._output_len),
-            np.array(self._content_ids, np.int32),
-            np.array(self._content_offsets),
-            self._block_size,
-            len(self._contents),
-            session=np.array(self._session),
-            think_s=np.array(self._think_s),
-            deadline_s=np.array(self._deadline_s),
-            priority=np.array(self._priority),
-            adapter=np.array(self._adapter),
-            adapter_names=tuple(self._adapters),
-            notes=notes,
-        )
-
-
-def _number(numbers: dict[Any, int], key: Any) -> int:
-    """The number of a key, from 0 in order of appearance; -1 for none."""
-    return -1 if key is None else numbers.setdefault(key, len(numbers))

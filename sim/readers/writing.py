@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +46,7 @@ def rows_of(trace: Trace) -> Iterator[Row]:
 
 def write_trace(
     rows: Iterable[Row],
-    path: Path,
+    path: str | os.PathLike[str],
     *,
     format: str = "native",
     name: str | None = None,
@@ -69,7 +70,7 @@ def write_trace(
     first = next(stream, None)
     if first is None:
         raise TraceError("no request is left to write")
-    requests = _chain(first, stream)
+    requests, path = _chain(first, stream), Path(path)
     if path.suffix == ".parquet":
         if format != "native":
             raise TraceError(f"{format} is JSON lines, not Parquet")

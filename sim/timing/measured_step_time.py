@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagedkv.arithmetic import div_ceil
+from pagedkv.block_tables import Int32Array
 from pagedkv.errors import PagedKVError
-from pagedkv.page_table import Int32Array
 from pagedkv.sim.timing.attention_group import Contexts
 from pagedkv.sim.timing.models import Model
 from pagedkv.sim.timing.roofline import Roofline

@@ -11,8 +11,8 @@ import pytest
 
 from pagedkv import core
 from pagedkv.block_pool import ACTIVE, CACHED, FREE, BlockCounts, BlockPool
+from pagedkv.block_tables import Int32Array
 from pagedkv.errors import BlockError
-from pagedkv.page_table import Int32Array
 
 NUM_BLOCKS = 8
 

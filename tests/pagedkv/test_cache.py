@@ -23,7 +23,8 @@ from pagedkv import (
     SequenceError,
 )
 from pagedkv.attention import paged_attention
-from pagedkv.page_table import NULL_BLOCK, PAD_SLOT, SeqId
+from pagedkv.block_tables import NULL_BLOCK, SeqId
+from pagedkv.page_table import PAD_SLOT
 from pagedkv.quantization import dequantize, quantize
 from pagedkv.spec import LayerSpec
 from pagedkv.storage import STORAGE_DTYPES, KVPair, Layout
@@ -93,7 +94,7 @@ class State(NamedTuple):
 
 def state(cache: PagedKVCache) -> State:
     cache.manager.check_invariants()
-    tables = cache.manager.tables
+    tables = cache.manager._tables
     return State(
         cache.manager.stats(),
         (tables.blocks.tolist(), tables.seq_len.tolist(), tables.seq_ids, tables.num_free_rows),

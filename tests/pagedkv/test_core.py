@@ -12,9 +12,9 @@ import pytest
 from pagedkv import core
 from pagedkv.block_cache import BlockCache
 from pagedkv.block_pool import BlockPool
+from pagedkv.block_tables import Int32Array
 from pagedkv.content import as_token_array
 from pagedkv.errors import BlockError
-from pagedkv.page_table import Int32Array
 from pagedkv.policies.numpy_lru import NumpyLRU
 from pagedkv.policies.policy import EvictionPolicy
 
@@ -205,11 +205,17 @@ def test_calls_on_several_parts_refuse_what_does_not_belong_together() -> None:
         (BlockError, "store_tokens", (index, table, lens + 2, lens, rows, many, many)),
         (BlockError, "store_tokens", (index, table, lens, done - 9, rows, many, many)),
         (BlockError, "store_tokens", (index, table, lens, done, rows, one, many)),
-        (BlockError, "commit_row", (_core.Index(), table, 0, 0, one)),
-        (BlockError, "commit_row", (index, table, 0, 4, one)),
-        (BlockError, "commit_row", (index, table, 0, 2, many)),  # behind a block that is not indexed
-        (BlockError, "commit_row", (index, table, 0, 5, many)),
-        (BlockError, "commit_row", (index, table, 2, 0, one)),
+        (BlockError, "commit_row", (_core.Index(), table, done * 0, 0, one)),
+        (BlockError, "commit_row", (index, table, done * 0 + 4, 0, one)),
+        (
+            BlockError,
+            "commit_row",
+            (index, table, done * 0 + 2, 0, many),
+        ),  # behind a block that is not indexed
+        (BlockError, "commit_row", (index, table, done * 0 + 5, 0, many)),
+        (BlockError, "commit_row", (index, table, done * 0, 2, one)),
+        (BlockError, "commit_row", (index, table, done * 0 - 1, 0, one)),
+        (ValueError, "commit_row", (index, table, done[:1], 0, one)),
     ]
     arrays: list[Any] = [table, lens, done, pool.state, pool.ref_count]
     before = [array.copy() for array in arrays]

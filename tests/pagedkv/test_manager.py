@@ -26,7 +26,7 @@ from pagedkv import (
     PagedKVError,
     SequenceError,
 )
-from pagedkv.page_table import SeqId
+from pagedkv.block_tables import SeqId
 from pagedkv.stats import CacheBytes
 from pagedkv.testing import ShadowStorage, random_walk, snapshot
 
@@ -372,8 +372,8 @@ COMMITS: dict[str, Callable[[KVCacheManager], object]] = {
 def test_a_commit_into_a_block_whose_copy_is_pending_is_refused(call: str) -> None:
     """What was written before the copy ran would be lost: an error first, and then the same call works."""
     engine = forked()
-    engine.manager.append("b", 2)
-    engine.manager.append("a")
+    engine.manager.step(["b", "a"])
+    engine.manager.append("b")
     before = snapshot(engine.manager)
     with pytest.raises(SequenceError, match="block 3 awaits its copy from block 2"):
         COMMITS[call](engine.manager)
@@ -387,8 +387,7 @@ def test_a_commit_into_a_block_whose_copy_is_pending_is_refused(call: str) -> No
 def test_the_source_of_a_pending_copy_may_be_committed_into() -> None:
     """Only the destination waits: new tokens of the source lie behind what is copied."""
     engine = forked()
-    engine.manager.append("b")
-    engine.manager.append("a", 2)
+    engine.manager.step(["b", "a"], 2)
     engine.manager.commit("a", [6, 7])
     assert engine.hit(tokens(8)) == 8
     assert engine.manager.copies.pending.dst.tolist() == [3]
@@ -398,8 +397,8 @@ def test_the_source_of_a_pending_copy_may_be_committed_into() -> None:
 def test_a_commit_into_a_block_whose_copy_is_pending_is_refused_without_prefix_caching(call: str) -> None:
     """The token would be lost for a fork of the fork all the same."""
     engine = forked(policy=None)
-    engine.manager.append("b", 2)
-    engine.manager.append("a")
+    engine.manager.step(["b", "a"])
+    engine.manager.append("b")
     before = snapshot(engine.manager)
     with pytest.raises(SequenceError, match="block 3 awaits its copy from block 2"):
         COMMITS[call](engine.manager)

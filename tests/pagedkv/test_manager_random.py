@@ -19,10 +19,10 @@ from pagedkv import BlockCopies, KVCacheManager, Media, Namespace, PagedKVError,
 from pagedkv.announced import Announced
 from pagedkv.block_cache import BlockCache
 from pagedkv.block_pool import FREE, NO_BLOCKS
+from pagedkv.block_tables import Int32Array, SeqId
 from pagedkv.content import SequenceExtra
 from pagedkv.copies import PendingCopies
 from pagedkv.namespace import ExtraKeys
-from pagedkv.page_table import Int32Array, SeqId
 from pagedkv.policies.lru import LRU
 from pagedkv.prefix_index import PrefixIndex
 from pagedkv.sequences import Sequences
@@ -57,7 +57,7 @@ def visible(manager: KVCacheManager) -> object:
         partial[seq_id] = index.tokens.reshape(-1)[slots].tolist()
     return (
         manager_state(manager),
-        (manager.tables.blocks.tolist(), manager.tables.seq_ids, extra, partial),
+        (manager._tables.blocks.tolist(), manager.tables.seq_ids, extra, partial),
         (pool.ref_count.tolist(), pool.state.tolist()),
         pool._free[: pool.num_free].tolist(),
         manager._cache.policy.ids().tolist(),
@@ -65,7 +65,7 @@ def visible(manager: KVCacheManager) -> object:
         index.tokens[index.indexed].tolist(),
         [list(manager._cache.extra_keys._keys.get(x, ())) for x in index.extra[index.indexed].tolist()],
         sorted(manager._cache.extra_keys._uses.values()),
-        dict(manager._cache.copies._src_of),
+        dict(manager._cache.copies.source_of),
     )
 
 
@@ -87,11 +87,10 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_long_random_walk_agrees_with_the_model(size: str, seed: int) -> None:
+def test_a_long_random_walk_agrees_with_the_model(size: str) -> None:
     """Three thousand operations each: results, counts, slot contents and invariants after every one."""
-    stats = random_walk(3_000, seed=seed, **SIZES[size]).stats()
+    stats = random_walk(3_000, seed=1, **SIZES[size]).stats()
     assert stats.num_opened > 150
     assert stats.evicted_blocks > 0 or size == "one_block"
 
@@ -209,9 +208,9 @@ class LateCopies:
 
     def grow(self, seq_id: SeqId) -> None:
         if self.manager.tables.num_tokens(seq_id) < 20:
-            before = dict(self.manager._cache.copies._src_of)
+            before = dict(self.manager._cache.copies.source_of)
             self.manager.append(seq_id, self.random.randint(1, 3))
-            new = {dst: src for dst, src in self.manager._cache.copies._src_of.items() if dst not in before}
+            new = {dst: src for dst, src in self.manager._cache.copies.source_of.items() if dst not in before}
             self.chained += any(src in before.values() for src in new.values())
 
     def cut(self, seq_id: SeqId) -> None:
@@ -443,7 +442,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 CUT = (
-    "pagedkv.page_table:PageTable.beyond",
+    "pagedkv.block_tables:BlockTables.beyond",
     "pagedkv.block_pool:BlockPool.release",
     "pagedkv.block_pool:BlockPool._require",
 )
@@ -783,14 +782,29 @@ def mutate_written_tokens(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def mutate_spared_source(patch: pytest.MonkeyPatch) -> None:
-    """A partial hit's own source may be evicted for it."""
-    original = BlockCache.acquire
+def mutate_held_sources(patch: pytest.MonkeyPatch) -> None:
+    """What a copy reads is given up as soon as the copy is asked for."""
+    copy_blocks = BlockCache.copy
 
-    def unsparing(self: BlockCache, num_new: int, shared: Any = NO_BLOCKS, **options: Any) -> Any:
-        return original(self, num_new, shared, **(options | {"spared": NO_BLOCKS}))
+    def letting_go(self: BlockCache, src: Int32Array, dst: Int32Array) -> None:
+        copy_blocks(self, src, dst)
+        for block in src.reshape(-1, 1):
+            self.release(block)
 
-    patch.setattr(BlockCache, "acquire", unsparing)
+    def take(self: PendingCopies) -> BlockCopies:
+        copies = self.pending
+        self.source_of.clear()
+        return copies
+
+    patch.setattr(BlockCache, "copy", letting_go)
+    patch.setattr(PendingCopies, "take", take)
+    patch.setattr(PendingCopies, "read_by", lambda self, blocks: NO_BLOCKS)
+
+
+def mutate_fenced_sources(patch: pytest.MonkeyPatch) -> None:
+    """What a copy reads is given up when it is taken, whatever fences are open."""
+    original = PendingCopies.__init__
+    patch.setattr(PendingCopies, "__init__", lambda self, give_up: original(self, give_up.__self__._give_up))
 
 
 def mutate_best_child(patch: pytest.MonkeyPatch) -> None:
@@ -863,14 +877,14 @@ def test_the_walk_with_late_copies_finds_a_copy_of_what_was_not_copied_yet() -> 
     with pytest.raises(AssertionError):
         for seed in range(10):
             walk = LateCopies(seed)
-            walk.manager._cache.copies._src_of = Unchained()
+            walk.manager._cache.copies.source_of = Unchained()
             walk.run(500)
 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (PendingCopies, "drop"),
+        (PendingCopies, "forget"),
         (Sequences, "set_extra"),
         (ExtraKeys, "share"),
         (ExtraKeys, "drop"),

@@ -5,8 +5,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from pagedkv.block_tables import Int32Array
 from pagedkv.numpy_prefix_index import NumpyPrefixIndex
-from pagedkv.page_table import Int32Array
 from pagedkv.prefix_index import ROOT
 
 SIZE = 2

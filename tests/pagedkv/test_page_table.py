@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from pagedkv import NULL_BLOCK, PAD_SLOT, KVCacheManager
+from pagedkv.block_tables import BlockTables, SeqId
 from pagedkv.errors import PagedKVError, SequenceError
-from pagedkv.page_table import PageTable, SeqId
+from pagedkv.page_table import PageTable
 
 GARBAGE = 777_777
 
@@ -18,7 +19,7 @@ def make_table(lengths: Sequence[int], block_size: int, seed: int = 0) -> PageTa
     """One sequence ``i`` per length, with random distinct block ids."""
     rng = random.Random(seed)
     counts = [-(-n // block_size) for n in lengths]
-    table = PageTable(len(lengths) + 1, max([*counts, 1]), block_size)
+    table = PageTable(BlockTables(len(lengths) + 1, max([*counts, 1]), block_size))
     blocks = rng.sample(range(1, sum(counts) + 50), sum(counts))
     for i, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         add(table, i, [blocks.pop() for _ in range(count)], length)
@@ -26,17 +27,17 @@ def make_table(lengths: Sequence[int], block_size: int, seed: int = 0) -> PageTa
 
 
 def add(table: PageTable, seq_id: SeqId, blocks: Sequence[int], num_tokens: int) -> int:
-    row = table.add(seq_id)
-    table.fill(row, np.array(blocks, np.int32), np.zeros(0, np.int32), num_tokens, 0)
+    row = table._tables.add(seq_id)
+    table._tables.fill(row, np.array(blocks, np.int32), num_tokens, 0)
     return row
 
 
 def snapshot(table: PageTable) -> tuple[object, ...]:
     return (
-        table.blocks.tolist(),
-        table.seq_len.tolist(),
-        dict(table._rows),
-        list(table._free_rows),
+        table._tables.blocks.tolist(),
+        table._tables.seq_len.tolist(),
+        dict(table._tables._rows),
+        list(table._tables._free_rows),
     )
 
 
@@ -230,7 +231,7 @@ def test_a_wrong_csr_buffer_is_refused_before_any_write(case: str) -> None:
     [([0, 0], "batch of 2 names only 1"), ([0, 9], r"sequence 9 is not open \(2 are\)"), (["0"], "'0'")],
 )
 def test_a_repeated_or_unknown_sequence_is_refused_before_any_write(batch: list[SeqId], message: str) -> None:
-    """Both dialects and ``rows`` name the sequence or the counts."""
+    """Both dialects and ``seq_lens`` name the sequence or the counts."""
     table = make_table([5, 3], 4)
     first, second = block_tables_buffers(), csr_buffers()
     with pytest.raises(SequenceError, match=message):
@@ -238,7 +239,7 @@ def test_a_repeated_or_unknown_sequence_is_refused_before_any_write(batch: list[
     with pytest.raises(SequenceError, match=message):
         table.write_csr(batch, **second)
     with pytest.raises(SequenceError, match=message):
-        table.rows(batch)
+        table.seq_lens(batch)
     assert all((buffer == GARBAGE).all() for buffer in [*first.values(), *second.values()])
 
 
@@ -264,7 +265,7 @@ def test_positions_may_be_numpy_integers(kind: Any) -> None:
 @pytest.mark.parametrize("block", [2**27, 2**27 + 1, 2**31 - 1])
 def test_slots_do_not_overflow_32_bits(block: int) -> None:
     """Slots of a very large block id are exact beyond 2^31, in chunks and in the slot mapping."""
-    table = PageTable(2, 2, 16)
+    table = PageTable(BlockTables(2, 2, 16))
     add(table, "far", [block], 16)
     assert table.slots("far").tolist() == [block * 16 + i for i in range(16)]
     assert table.slots("far", 15, 16)[0] > 2**31 - 1
@@ -275,23 +276,24 @@ def test_slots_do_not_overflow_32_bits(block: int) -> None:
 
 def test_a_row_is_cleared_and_reused_last_in_first_out() -> None:
     """Cutting a sequence to nothing zeroes its row, and the next sequence gets that row."""
-    table = PageTable(3, 2, 4)
+    table = PageTable(BlockTables(3, 2, 4))
+    tables = table._tables
     first = add(table, "a", [7, 8], 5)
     add(table, "b", [9], 2)
-    assert table.beyond(first, 4).tolist() == [8]
-    table.cut(first, 0)
-    table.remove("a")
-    assert (table.blocks[first].tolist(), table.seq_len[first]) == ([0, 0], 0)
-    assert (len(table), "a" in table, table.seq_ids, table.num_free_rows) == (1, False, ["b"], 2)
+    assert tables.beyond(first, 4).tolist() == [8]
+    tables.cut(first, 0)
+    tables.remove("a")
+    assert (tables.blocks[first].tolist(), tables.seq_len[first]) == ([0, 0], 0)
+    assert (len(table), "a" in table, table.seq_ids, tables.num_free_rows) == (1, False, ["b"], 2)
     assert add(table, "c", [1], 1) == first
 
 
 def test_a_row_is_filled_with_the_hit_and_then_the_new_blocks() -> None:
     """Positions run through the hit first; a row is empty until it is filled."""
-    table = PageTable(2, 4, 4)
-    row = table.add("a")
+    tables = BlockTables(2, 4, 4)
+    table, row = PageTable(tables), tables.add("a")
     assert (table.num_tokens("a"), table.block_ids("a").tolist()) == (0, [])
-    table.fill(row, np.array([7, 5], np.int32), np.array([9], np.int32), 10, 0)
+    tables.fill(row, np.array([7, 5], np.int32), 10, 0)[:] = 9
     assert (table.num_tokens("a"), table.block_ids("a").tolist()) == (10, [7, 5, 9])
     assert table.slots("a", 7).tolist() == [5 * 4 + 3, 9 * 4, 9 * 4 + 1]
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pagedkv import core
+from pagedkv.block_tables import Int32Array
 from pagedkv.errors import BlockError
-from pagedkv.page_table import Int32Array
 from pagedkv.prefix_index import ROOT, PrefixIndex
 
 SIZE = 2

@@ -95,9 +95,7 @@ POINTS = (
     *FAILURE_POINTS["commit_step"],
     "pagedkv.drafts:as_token_array",
     "pagedkv.drafts:require_count",
-    "pagedkv.page_table:PageTable.row",
-    "pagedkv.page_table:PageTable.num_committed",
-    "pagedkv.page_table:PageTable.num_tokens",
+    "pagedkv.block_tables:BlockTables.row",
 )
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from pagedkv.block_moves import runs
+from pagedkv.block_tables import NULL_BLOCK
 from pagedkv.errors import BlockError, PagedKVError
-from pagedkv.page_table import NULL_BLOCK, PAD_SLOT
+from pagedkv.page_table import PAD_SLOT
 from pagedkv.quantization import NonFiniteError, dequantize, quantize
 from pagedkv.spec import KVCacheSpec, LayerSpec
 from pagedkv.storage import STORAGE_DTYPES, KVStorage, Layout

@@ -9,6 +9,7 @@ import pytest
 
 from pagedkv import BlockPool, KVCacheManager, Namespace, SequenceError
 from pagedkv.block_cache import BlockCache
+from pagedkv.block_tables import BlockTables
 from pagedkv.fences import Fences
 from pagedkv.page_table import PageTable
 from pagedkv.policies.lru import LRU
@@ -380,7 +381,7 @@ POINTS: dict[str, list[tuple[Any, str]]] = {
     "swap_in": [
         (BlockPool, "acquire"),
         (PrefixIndex, "match"),
-        (PageTable, "add"),
+        (BlockTables, "add"),
         (Sequences, "add"),
         (Sequences, "commit"),
         (BlockCache, "share"),

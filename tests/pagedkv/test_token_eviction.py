@@ -190,7 +190,7 @@ class TestDropping:
     @pytest.mark.parametrize(
         "point",
         [
-            "pagedkv.page_table:PageTable.row",
+            "pagedkv.block_tables:BlockTables.row",
             "pagedkv.prefix_index:PrefixIndex.behind",
             "numpy:concatenate",
             "numpy:delete",
@@ -212,8 +212,18 @@ class TestDropping:
                 break
             assert snapshot(manager) == before
         assert at > 1
-        assert manager.tables.num_dropped(manager.tables.row("a")) == 4
+        assert manager.tables.num_dropped("a") == 4
         manager.check_invariants()
+
+    def test_dropped_blocks_are_counted_for_each_sequence_that_drops_them(self) -> None:
+        """What a fork drops, too, counts again; a call that drops nothing or is refused does not."""
+        manager = opened(17).manager
+        manager.fork("a", "b")
+        for name, columns in (("a", [0, 2]), ("b", [2]), ("b", [])):
+            manager.context.drop_blocks(name, columns)
+        with pytest.raises(SequenceError):
+            manager.context.drop_blocks("a", [2])
+        assert (manager.stats().dropped_blocks, manager.stats().dropped_tokens) == (3, 3 * SIZE)
 
     def test_what_is_not_final_stays(self) -> None:
         """Uncommitted tokens, and a sequence that is not open."""
@@ -395,7 +405,7 @@ class TestAfterwards:
         manager.open("a", range(10))
         manager.commit("a", range(10))
         for token in range(5000):
-            if manager.tables.num_tokens("a") % SIZE == 0 and manager.tables.num_blocks(0) == 6:
+            if manager.tables.num_tokens("a") % SIZE == 0 and len(manager.tables.block_ids("a")) == 6:
                 manager.context.drop_blocks("a", outside_window(6, 5))
             assert manager.append("a")
             manager.commit("a", [token])
@@ -441,11 +451,12 @@ def walk(seed: int, policy: str | None, num_calls: int = 250) -> dict[str, int]:
                 left = manager.tables.num_tokens(name) - manager.tables.num_committed(name)
                 manager.commit(name, [int(rng.integers(2))] * int(rng.integers(left + 1)))
         elif action == "drop":
-            row = manager.tables.row(name)
             length, done = manager.tables.num_tokens(name), manager.tables.num_committed(name)
             limit = min(done // SIZE, max(0, length - 1) // SIZE)
             columns = np.flatnonzero(rng.random(limit) < rng.choice([0.0, 0.3, 0.8]))
-            if length % SIZE and manager._cache.index.indexed[manager.tables.blocks[row, length // SIZE]]:
+            blocks = manager.tables.block_ids(name)
+            is_cut = length % SIZE and manager._cache.index.indexed[blocks[-1]]
+            if is_cut or manager.copies.into(blocks):
                 with pytest.raises(SequenceError):
                     manager.call("context.drop_blocks", name, columns)
                 continue
@@ -455,7 +466,7 @@ def walk(seed: int, policy: str | None, num_calls: int = 250) -> dict[str, int]:
             seen["late"] += count > len(columns)
         elif action == "fork" and (committed(name) or policy is None) and not len(manager.copies):
             names += 1
-            seen["gaps forked"] += manager.tables.num_dropped(manager.tables.row(name)) > 0
+            seen["gaps forked"] += manager.tables.num_dropped(name) > 0
             manager.fork(name, names)
         elif action == "cut":
             least = manager.manager.context.least_tokens(name)
@@ -482,7 +493,7 @@ def hold_or_let_go(
     manager: CheckedManager, rng: np.random.Generator, name: int, pins: list[int], fences: list[int]
 ) -> None:
     """Pin, unpin, open or signal a fence, or defragment."""
-    choice, is_whole = rng.integers(5), not manager.tables.num_dropped(manager.tables.row(name))
+    choice, is_whole = rng.integers(5), not manager.tables.num_dropped(name)
     if choice == 0 and is_whole and manager.prefix_caching and manager.tables.num_committed(name) >= SIZE:
         pins.append(manager.retention.pin(name))
     elif choice == 1 and pins:

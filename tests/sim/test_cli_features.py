@@ -218,7 +218,7 @@ def test_all_together_are_shown_in_a_table(capsys: Capture) -> None:
         (("--tp-latency-us", "3"), "--tp-latency-us needs --tensor-parallel N of 2 or more"),
         (("--disaggregate",), "--disaggregate needs --kv-bandwidth"),
         (("--kv-bandwidth", "9GB"), "--kv-bandwidth needs --disaggregate"),
-        (("--hybrid", "--watermark", "0.1", *KV), "--watermark, --disaggregate does not go with --hybrid"),
+        (("--hybrid", *HOST, *DISK), "--disk-cache does not go with --hybrid"),
         (("--queue", "lifo"), "argument --queue: invalid choice: 'lifo'"),
         (("--hits-only", "--coalesce"), "leave out --coalesce"),
     ],

@@ -178,7 +178,7 @@ class TestPromises:
             results.append(self)
             for index, replica in zip(self.indexes, fleets[-1].replicas, strict=True):
                 if replica.engine.now <= now_s:
-                    assert index.digests(now_s) == plain(replica.engine.manager).events.digests()
+                    assert index.digests(now_s) == plain(replica.engine.manager, "events").events.digests()
                     compared += 1
             return choose(self, now_s, prompt, loads)
 
@@ -196,7 +196,7 @@ class TestPromises:
         result = run_fleet(chat_long(100).faster(0.2), setup(7000), 2, "prefix-aware")
         assert compared > 20
         for index, replica in zip(results[0].indexes, result.fleet.replicas, strict=True):
-            manager = plain(replica.engine.manager)
+            manager = plain(replica.engine.manager, "events")
             assert manager.stats().evicted_blocks > 0
             assert index.digests(float("inf")) == manager.events.digests()
 

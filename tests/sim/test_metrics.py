@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from pagedkv.block_pool import BlockCounts
 from pagedkv.manager import KVCacheManager
 from pagedkv.sim.engine.engine import Engine, EngineConfig
+from pagedkv.sim.output import gaps
+from pagedkv.sim.output.gaps import Gaps
 from pagedkv.sim.output.metrics import (
     FORMULAS,
     PERCENTILES,
@@ -20,7 +22,7 @@ from pagedkv.sim.output.metrics import (
     bytes_of,
     summarize,
 )
-from pagedkv.sim.output.records import Occupancy, Records, Steps
+from pagedkv.sim.output.records import Occupancy, Records, StepLog, Steps
 from pagedkv.sim.timing.step_time import StepTimeModel
 from pagedkv.sim.trace import Trace
 from pagedkv.sim.workload import chat_long
@@ -34,25 +36,51 @@ def percentile(values: list[float], percent: int) -> float:
     return min(v for v in values if 100 * sum(w <= v for w in values) >= percent * len(values))
 
 
+RUNS = st.lists(
+    st.tuples(
+        st.floats(0, 1e3, allow_subnormal=False), st.floats(0, 1), st.integers(1, 6), st.integers(0, 6)
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
 class TestDistribution:
-    @settings(max_examples=150, deadline=None)
-    @given(
-        pairs=st.lists(
-            st.tuples(st.floats(0, 1e3, allow_subnormal=False), st.integers(0, 6)), min_size=1, max_size=25
-        )
-    )
-    def test_weights_mean_repetition(self, pairs: list[tuple[float, int]]) -> None:
-        """Every figure is that of the list written out in full, weights of zero included."""
-        values, weights = np.array([v for v, _ in pairs]), np.array([w for _, w in pairs], np.int64)
-        everything = [value for value, weight in pairs for _ in range(weight)]
-        got = Distribution.of(values, weights)
-        assert got.count == len(everything)
+    @settings(max_examples=100, deadline=None)
+    @given(runs=RUNS, piece=st.integers(16, 60))
+    def test_gaps_are_those_written_out_in_full(
+        self, runs: list[tuple[float, float, int, int]], piece: int
+    ) -> None:
+        """Every figure, whatever the size of a piece; weights of zero and late first gaps included."""
+        first, growth, counts, weights = map(np.array, zip(*runs, strict=True))
+        late = np.minimum(weights, counts % 3)  # all of them, some or none
+        values = [f + g * np.arange(n) for f, g, n, _ in runs]
+        times = [np.array([w - x, *[w] * (n - 1)]) for (_, _, n, w), x in zip(runs, late, strict=True)]
+        pairs = np.concatenate(values), np.concatenate(times)
+        everything = np.repeat(*pairs).tolist()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gaps, "PIECE", piece)
+            found = Gaps(first, growth, counts, weights, late)
+            got = Distribution.of_gaps(found)
+        assert got.count == found.total == len(everything)
         if not everything:
             assert got == Distribution(0, None, None, None, None, None)
             return
         assert got.mean == pytest.approx(math.fsum(everything) / len(everything), rel=1e-12, abs=1e-300)
         for percent in PERCENTILES:
             assert getattr(got, f"p{percent}") == percentile(everything, percent)
+
+    @pytest.mark.parametrize("piece", [128, 1000])
+    def test_the_size_of_a_piece_shows_nowhere(self, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Not in the last bit of a sum: it is split as numpy splits it."""
+        rng = np.random.default_rng(3)
+        columns = rng.random(200), rng.random(200) * 1e-3, rng.integers(1, 90, 200), rng.integers(0, 5, 200)
+        whole = Gaps(*columns, np.zeros(200, np.int64))
+        expected, ranks = whole.sum(), np.array([1, whole.total // 3, whole.total])
+        at_once = whole.ranked(ranks).tolist()
+        monkeypatch.setattr(gaps, "PIECE", piece)
+        assert len(whole) > 5000
+        assert (whole.sum(), whole.ranked(ranks).tolist()) == (expected, at_once)
 
     def test_one_to_a_hundred_has_its_own_ranks(self) -> None:
         """The p-th percentile of 1..100 is p, in any order."""
@@ -61,7 +89,7 @@ class TestDistribution:
 
     def test_a_single_value_is_every_percentile(self) -> None:
         """Also with a weight of a billion."""
-        got = Distribution.of(np.array([0.25]), np.array([10**9]))
+        got = Distribution.of_gaps(Gaps([0.25], [0.0], [1], [10**9], [0]))
         assert (got.count, got.mean, got.p50, got.p99) == (10**9, 0.25, 0.25, 0.25)
 
     def test_no_value_has_no_figures(self) -> None:
@@ -82,9 +110,9 @@ class TestGaps:
     def test_a_jump_is_one_gap_per_step_and_sequence(self) -> None:
         """Three steps of two sequences, a prefill without gaps, and one gap over a preemption."""
         records = Records(3)
-        records.steps = [steps(3, 1.0, 0.5, 2), steps(1, 9.0, 0.0, 0), steps(1, 4.0, 0.0, 1)]
-        records.resume_gaps_s = [7.0]
-        seconds, counts = records.gaps()
+        records.steps = StepLog([steps(3, 1.0, 0.5, 2), steps(1, 9.0, 0.0, 0), steps(1, 4.0, 0.0, 1)])
+        records.resume_gaps_s.append(7.0)
+        seconds, counts = records.gaps().piece(0, 5)
         assert sorted(zip(seconds.tolist(), counts.tolist(), strict=True)) == [
             (1.0, 2),
             (1.5, 2),
@@ -95,7 +123,7 @@ class TestGaps:
 
     def test_no_steps_have_no_gaps(self) -> None:
         """Empty arrays, and a distribution without figures."""
-        assert Distribution.of(*Records(1).gaps()).count == 0
+        assert Distribution.of_gaps(Records(1).gaps()).count == 0
 
 
 def counts(active: int, cached: int) -> BlockCounts:
@@ -116,7 +144,7 @@ class TestSummary:
         records.hit_tokens = 16
         records.occupancy.add(2.0, 1, counts(4, 0), counts(4, 0), (14, 14))
         records.occupancy.add(1.0, 4, counts(6, 4), counts(10, 0), (24, 40))
-        records.steps = [steps(4, 2.0, 0.0, 1), steps(2, 0.5, 0.0, 1)]
+        records.steps = StepLog([steps(4, 2.0, 0.0, 1), steps(2, 0.5, 0.0, 1)])
         return records
 
     def test_times_count_from_arrival_and_tpot_leaves_out_single_tokens(self) -> None:
@@ -152,7 +180,7 @@ class TestSummary:
     def test_only_single_tokens_have_no_tpot_and_no_itl(self) -> None:
         """None throughout, and nothing warns."""
         records = self.records()
-        records.steps = []
+        records.steps = StepLog()
         summary = summary_of(Trace.from_lengths([0.0] * 3, [1] * 3, [1] * 3), records)
         assert summary.tpot == summary.itl == Distribution(0, None, None, None, None, None)
 

@@ -253,6 +253,18 @@ class TestTables:
         assert found["tpot_s"].to_pylist() == [None]
         assert str(found.schema.field("tpot_s").type) == "double"
 
+    @pytest.mark.parametrize("option", ["--timeline", "--requests"])
+    def test_a_suffix_that_means_something_else_is_refused(
+        self, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """By its name, before the work; no suffix promises nothing, and a device has none."""
+        assert run("replay", "--limit", 9, option, tmp_path / "x.xls") == 2
+        message = f"cannot write {tmp_path}/x.xls: a table is .csv, .parquet or .pq, got '.xls'"
+        assert message in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+        for path in (tmp_path / "x", tmp_path / "X.CSV", "/dev/null"):
+            assert run("replay", "--limit", 9, option, path) == 0
+
     def test_parquet_is_the_same_byte_for_byte(self, tmp_path: Path) -> None:
         """Two runs, one file."""
         pytest.importorskip("pyarrow")

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv import KVCacheManager
+from pagedkv.block_tables import Int32Array
 from pagedkv.errors import PagedKVError
 from pagedkv.events import BlocksRemoved, BlocksStored, prefix_digests
-from pagedkv.page_table import Int32Array
 from pagedkv.sim.fleet.router import (
     ROUTERS,
     Choice,

@@ -40,8 +40,13 @@ def csv_of(result: SweepResult) -> str:
     return rows_csv(result.columns, result.rows)
 
 
+def points_in(folder: Path) -> list[Path]:
+    """Files of finished points; one that a kill left half put in place begins with a dot."""
+    return list(folder.glob("[!.]*.json"))
+
+
 def files_of(store: PointStore) -> dict[str, tuple[int, bytes]]:
-    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in store.folder.glob("*.json")}
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in points_in(store.folder)}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +116,7 @@ class TestWorkers:
             argv, env=environment(), stdout=nowhere, stderr=nowhere, start_new_session=True
         )
         try:
-            wait_for(lambda: len(list(folder.glob("*.json"))) >= 3 or process.poll() is not None)
+            wait_for(lambda: len(points_in(folder)) >= 3 or process.poll() is not None)
         finally:
             # the workers too, who would finish their points after that
             os.killpg(process.pid, signal.SIGKILL)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from pagedkv import Media, Namespace, NeverFits, PagedKVError, SequenceError
+from pagedkv.block_tables import NULL_BLOCK
 from pagedkv.hybrid import CacheGroup, HybridKVCacheManager
 from pagedkv.hybrid.group import longest_hit
-from pagedkv.page_table import NULL_BLOCK
 from pagedkv.testing import snapshot
 
 FULL, LOCAL = CacheGroup("full", (0,)), CacheGroup("local", (1,), window=4)
@@ -307,7 +307,7 @@ def test_drafts_can_be_cut_and_what_fell_out_cannot_come_back() -> None:
     manager.truncate("a", 20)
     manager.truncate("a", 19)  # sees 16..18; 16 and on are held
     before = state(manager)
-    with pytest.raises(SequenceError, match="from 19 to 18 tokens: its positions from 14 on fell out"):
+    with pytest.raises(SequenceError, match="from 19 to 18 tokens: positions from 14 on fell out"):
         manager.truncate("a", 18)  # sees 15, which is gone
     assert state(manager) == before
     manager.check_invariants()
@@ -505,11 +505,11 @@ def test_an_open_or_fork_that_fails_in_the_middle_is_undone(
         lambda m: m._tree.policy.discard(m._tree.policy.ids()[:1]),
         lambda m: m._tree.policy.push(m._tree.policy.ids()[:1]),
         lambda m: m._tree.index.tokens.__setitem__((1, 0), 9),
-        lambda m: m.tables["full"].seq_len.__setitem__(m.tables["full"].row("a"), 4),
-        lambda m: m.tables["local"].committed.__setitem__(m.tables["local"].row("a"), 3),
-        lambda m: m.tables["local"].blocks.__setitem__((m.tables["local"].row("a"), 0), NULL_BLOCK),
-        lambda m: m._rows.nodes.__setitem__((m.tables["local"].row("a"), 1), 0),
-        lambda m: m._rows.start.__setitem__((1, m.tables["local"].row("a")), 1),
+        lambda m: m._rows.seq_len.__setitem__(m._table.row("a"), 4),
+        lambda m: m._rows.committed.__setitem__(m._table.row("a"), 3),
+        lambda m: m._rows.blocks.__setitem__((1, m._table.row("a"), 0), NULL_BLOCK),
+        lambda m: m._rows.nodes.__setitem__((m._table.row("a"), 1), 0),
+        lambda m: m._rows.start.__setitem__((1, m._table.row("a")), 1),
     ],
 )
 def test_check_invariants_finds_every_contradiction(sabotage: Callable[[HybridKVCacheManager], None]) -> None:

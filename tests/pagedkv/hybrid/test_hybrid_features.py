@@ -113,7 +113,7 @@ def test_a_hit_may_end_inside_a_block_by_a_copy_in_every_group() -> None:
     assert manager.lookup([1, 2, 3, 4, 5, 9]).num_cached_tokens == 4
     assert manager.open("a", [1, 2, 3, 4, 5, 9], partial_hits=True) == (6, 5)
     src, dst = manager.copies.pending
-    assert [int(table.block_ids("a")[2]) for table in manager.tables.values()] == dst.tolist()
+    assert sorted(int(table.block_ids("a")[2]) for table in manager.tables.values()) == sorted(dst.tolist())
     assert len(src) == 2 and not set(src.tolist()) & set(dst.tolist())
     before = state(manager)
     with pytest.raises(SequenceError, match="awaits its copy"):

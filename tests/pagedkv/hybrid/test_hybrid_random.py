@@ -10,10 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedkv import KVCacheManager, Namespace, SequenceError
+from pagedkv import BlockCopies, Namespace, SequenceError
+from pagedkv.block_tables import NULL_BLOCK
 from pagedkv.hybrid import CacheGroup, HybridKVCacheManager
+from pagedkv.hybrid.admission import Admission
 from pagedkv.hybrid.checked import CheckedHybridManager, hybrid_state
-from pagedkv.page_table import NULL_BLOCK
+from pagedkv.hybrid.content_tree import ContentTree
+from pagedkv.hybrid.hits import Hits
+from pagedkv.hybrid.rows import Rows
 from pagedkv.policies import POLICIES, EvictionPolicy
 from pagedkv.policies.quotas import NamespaceQuotas
 from pagedkv.reference_policies import ReferencePolicy, ReferenceQuotas
@@ -35,8 +39,9 @@ GROUPS: dict[str, tuple[CacheGroup, ...]] = {
     "window_sinks": (CacheGroup("w4s3", (0,), window=4, sinks=3),),
     "window_of_one": (CacheGroup("w1", (0,), window=1),),
 }
-WEIGHTS = {"open": 8, "step": 12, "append": 4, "commit": 18, "fork": 2, "truncate": 3, "close": 5}
+WEIGHTS = {"open": 12, "step": 12, "append": 4, "commit": 18, "fork": 2, "truncate": 5, "close": 5}
 WEIGHTS |= {"look_up": 2, "pin": 1, "unpin": 2, "fence": 1, "signal": 3}
+WEIGHTS |= {"load": 5, "verify": 4, "defragment": 1, "resize": 1, "reset": 1}
 TENANT = Namespace(salt="tenant")
 
 
@@ -52,22 +57,32 @@ class Walk:
         max_seqs: int = 4,
         vocabulary: int = 2,
         max_len: int | None = None,
+        watermark: float = 0.0,
         policy: str | EvictionPolicy = "lru",
         reference: str | Callable[[int, int], ReferencePolicy] = "lru",
     ) -> None:
         self.random = random.Random(seed)
         self.groups, self.vocabulary, self.block_size = groups, vocabulary, block_size
-        self.max_len = max_len or num_blocks * block_size // len(groups) + 4
+        self.max_len = max_len or num_blocks * block_size // len(groups) + 8
         manager = HybridKVCacheManager(
-            groups, num_blocks, block_size, max_seqs=max_seqs, max_seq_len=self.max_len, policy=policy
+            groups,
+            num_blocks,
+            block_size,
+            max_seqs=max_seqs,
+            max_seq_len=self.max_len,
+            watermark=watermark,
+            policy=policy,
         )
         manager.events.record(b"walk")
         self.checked = CheckedHybridManager(manager, reference)
         self.manager, self.model = manager, self.checked.model
-        self.slots = np.full((num_blocks + 1) * block_size, -1)
+        self.sizes = num_blocks * 3 // 4, num_blocks * 5 // 4
+        self.slots = np.full((self.sizes[1] + 1) * block_size, -1)
         self.prompts: dict[Hashable, list[int]] = {}
+        self.loaded: dict[Hashable, int] = {}  # how far it can be seen before that is committed
         self.pins: list[int] = []
         self.next_id = self.hits = self.partly_hit = self.refused_cuts = self.inside = self.refused_pins = 0
+        self.moved = self.rejected = self.filled = 0
 
     def run(self, num_ops: int, weights: dict[str, int] = WEIGHTS) -> "Walk":
         for number in range(num_ops):
@@ -85,11 +100,12 @@ class Walk:
             return
         for seq_id, seq in self.model.seqs.items():
             done = len(seq.tokens)
+            at = max(done, self.loaded.get(seq_id, 0))
             for g, group in enumerate(self.groups):
                 table = self.manager.tables[group.name]
                 blocks, slots = table.block_ids(seq_id), table.slots(seq_id)
                 for position, token in enumerate(seq.tokens):
-                    seen = group.window is None or position > done - group.window or position < group.sinks
+                    seen = group.window is None or position > at - group.window or position < group.sinks
                     there = blocks[position // table.block_size] != NULL_BLOCK
                     assert there or not seen, f"{group.name}: position {position} of {seq_id} is gone"
                     if there:
@@ -97,7 +113,7 @@ class Walk:
                         assert held == 100 * g + token, f"{group.name}: {seq_id}[{position}] holds {held}"
 
     def copy(self) -> None:
-        copies = self.manager.copies.take()
+        copies = self.checked.take_copies()
         rows = self.slots.reshape(-1, self.block_size)
         rows[copies.dst] = rows[copies.src]
 
@@ -129,11 +145,10 @@ class Walk:
             "partial_hits": self.random.random() < 0.5,
             "announce": self.random.random() < 0.5,
         }
-        if options["partial_hits"]:
-            self.copy()  # a source may be evicted and written before its copy is run, if that is put off
         opened = self.checked.open(seq_id, tokens, namespace=namespace, **options)
         if opened:
-            self.copy()
+            if self.random.random() < 0.7:
+                self.copy()
             self.prompts[seq_id] = tokens
             self.hits += opened.num_cached_tokens > 0
             self.inside += opened.num_cached_tokens % self.block_size > 0
@@ -141,6 +156,18 @@ class Walk:
             self.partly_hit += any(
                 b[: opened.num_cached_tokens // self.block_size].min(initial=1) == 0 for b in blocks
             )
+
+    def load(self) -> None:
+        """A prompt of which somebody else has a part: not all of its blocks have to be filled."""
+        tokens, namespace = self.prompt()
+        loaded = self.random.randint(len(tokens) // 2, len(tokens))
+        options = {"max_fresh_tokens": 2, "max_cached_tokens": self.random.choice([None, len(tokens)])}
+        seq_id, self.next_id = self.next_id, self.next_id + 1
+        opened = self.checked.open(seq_id, tokens, namespace=namespace, loaded_tokens=loaded, **options)
+        if opened:
+            self.prompts[seq_id] = tokens
+            self.loaded[seq_id] = loaded // self.block_size * self.block_size
+            self.filled += opened.num_cached_tokens < loaded
 
     def look_up(self) -> None:
         """And what it says of an open must come true."""
@@ -183,6 +210,47 @@ class Walk:
         else:
             self.checked.commit(seq_id, tokens)
 
+    def verify(self) -> None:
+        """Drafts are written, some of them are right, and the others go."""
+        at = {i: max(len(s.tokens), self.loaded.get(i, 0)) for i, s in self.model.seqs.items()}
+        ids = [
+            i for i, s in self.model.seqs.items() if s.length + 4 <= self.max_len and at[i] == len(s.tokens)
+        ]
+        ids = self.random.sample(ids, min(len(ids), 2))
+        if not self.checked.step(ids, self.random.randint(1, 4)):
+            return
+        self.copy()
+        drafts, counts = [], []
+        for seq_id in ids:
+            start, length = len(self.model.seqs[seq_id].tokens), self.model.seqs[seq_id].length
+            known = self.prompts.get(seq_id, [])[start:length]
+            drafts.append(known + self.tokens(length - start - len(known)))
+            counts.append(self.random.randint(0, length - start))
+            for g, table in enumerate(self.manager.tables.values()):
+                self.slots[table.slots(seq_id, start)] = 100 * g + np.array(drafts[-1], np.int64)
+            self.rejected += counts[-1] < length - start
+            self.prompts[seq_id] = self.prompts.get(seq_id, [])[: start + counts[-1]]
+        self.checked.commit_step(ids, drafts, counts)
+
+    def move(self, moves: BlockCopies | None) -> None:
+        if moves is not None:
+            rows = self.slots.reshape(-1, self.block_size)
+            rows[moves.dst] = rows[moves.src]
+            rows[moves.src] = -1
+            self.moved += len(moves.src)
+
+    def defragment(self) -> None:
+        self.copy()
+        self.move(self.checked.defragment())
+
+    def resize(self) -> None:
+        self.copy()
+        self.move(self.checked.resize(self.random.randint(*self.sizes)))
+
+    def reset(self) -> None:
+        if self.random.random() < 0.3:
+            self.checked.reset()
+
     def fork(self) -> None:
         seq_id = self.any()
         if seq_id is not None and len(self.model.seqs[seq_id].tokens) == self.model.seqs[seq_id].length:
@@ -204,6 +272,7 @@ class Walk:
             return
         self.checked.truncate(seq_id, length)
         self.prompts[seq_id] = self.prompts.get(seq_id, [])[:length]
+        self.loaded[seq_id] = min(self.loaded.get(seq_id, 0), length)
 
     def close(self) -> None:
         seq_id = self.any()
@@ -256,7 +325,7 @@ class Walk:
 
 SIZES: dict[str, dict[str, Any]] = {
     "default": {"num_blocks": 20},
-    "crowded": {"num_blocks": 8, "max_seqs": 8},
+    "crowded": {"num_blocks": 8, "max_seqs": 8, "watermark": 0.2},
     "one_token_blocks": {"block_size": 1, "num_blocks": 20},
     "large_blocks": {"block_size": 5, "num_blocks": 12, "max_len": 40},
     "roomy": {"num_blocks": 60, "max_seqs": 6, "max_len": 40},
@@ -268,13 +337,14 @@ SIZES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_long_random_walk_agrees_with_the_model(name: str, size: str) -> None:
     """Results, hits, counts by group, tables, events and slot contents after every one of many operations."""
-    walk = Walk(7, GROUPS[name], **SIZES[size]).run(1500 if size == "default" else 150)
+    walk = Walk(12, GROUPS[name], **SIZES[size]).run(1400 if size == "default" else 150)
     stats = walk.manager.stats()
     assert stats.num_opened > 3
     if size == "default":
-        assert stats.evicted_blocks > 50 and walk.hits > 10 and walk.inside > 2
+        assert stats.evicted_blocks > 50 and walk.hits > 10 and walk.inside > 0
+        assert min(walk.moved, walk.rejected, walk.filled) > 3
         if any(group.window for group in walk.groups):
-            assert stats.fallen_blocks > 30 and walk.partly_hit > 0 and walk.refused_cuts > 1
+            assert stats.fallen_blocks > 20 and walk.partly_hit > 0 and walk.refused_cuts > 1
         if any(group.window is None for group in walk.groups):
             assert walk.checked.num_never_fits >= 2
     walk.drain()
@@ -286,11 +356,11 @@ def test_a_walk_under_every_policy_agrees_with_the_model_of_the_policy(policy: s
     """The very blocks that are evicted, whatever their group, are those that the slow model names."""
     weights = WEIGHTS | ({"prioritise": 3} if policy == "priority" else {})
     evicted = 0
-    for size, count in (("default", 400), ("crowded", 100), ("roomy", 300)):
+    for size, count in (("default", 250), ("crowded", 60), ("roomy", 200)):
         walk = Walk(3, GROUPS[groups], policy=policy, reference=policy, **SIZES[size]).run(count, weights)
         evicted += walk.manager.stats().evicted_blocks
         walk.drain()
-    assert evicted > 60
+    assert evicted > 40
 
 
 @pytest.mark.parametrize("groups", ["full_window", "window_sinks"])
@@ -307,6 +377,33 @@ def test_a_walk_finds_a_policy_with_another_order(policy: str) -> None:
     with pytest.raises(AssertionError):
         for seed in range(4):
             Walk(seed, GROUPS["full_window"], policy=policy, reference="lru", **SIZES["roomy"]).run(600)
+
+
+def _all_fresh(self: Hits, hit: Any, num_tokens: int) -> Any:
+    columns = -(-num_tokens // self._windows.block_size) - len(hit.nodes)
+    return np.ones((len(hit.blocks), columns), np.bool_)
+
+
+BUGS: dict[str, tuple[type, str, Any]] = {
+    "moved blocks change their group": (
+        ContentTree,
+        "group_of",
+        property(lambda self: self._groups, lambda self, value: setattr(self, "_groups", value * 0)),
+    ),
+    "tables keep old ids": (Rows, "rename", lambda self, name: None),
+    "no watermark": (Admission, "can_have", lambda self, need: need <= self._pool.num_available),
+    "what is loaded takes all blocks": (Hits, "fresh", _all_fresh),
+    "all drafts are kept": (Rows, "cut", lambda self, row, num_tokens, extra: None),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_walk_finds_this_bug(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In what is done to the whole pool, at admission, and with drafts."""
+    monkeypatch.setattr(*BUGS[bug], raising=False)
+    with pytest.raises(AssertionError):
+        for seed in range(4):
+            Walk(seed, GROUPS["window_full"], num_blocks=20, watermark=0.1).run(600)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True, database=None)
@@ -366,12 +463,12 @@ def test_contents_that_run_short_are_evicted_with_the_oldest_blocks() -> None:
 
 @pytest.mark.parametrize("name", [name for name in GROUPS if name != "window_of_one"])
 def test_what_no_hit_can_use_is_evicted_before_all_that_one_can_use(name: str) -> None:
-    """As long as no committed token is cut, the oldest cached blocks are the useless ones, in every group."""
-    walk, useless = Walk(5, GROUPS[name], num_blocks=30), 0
+    """As long as no committed token is cut and none loaded, the oldest cached blocks are the useless ones."""
+    walk, useless = Walk(5, GROUPS[name], num_blocks=24), 0
     model = walk.model
     for _ in range(500):
         operation = walk.random.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-        if operation != "truncate":
+        if operation not in ("truncate", "load"):
             getattr(walk, operation)()
         served = [path for path in model.nodes() if model.serves(path)]
         use = [any(model.uses(path, block) for path in served) for block in model.cached]
@@ -380,66 +477,8 @@ def test_what_no_hit_can_use_is_evicted_before_all_that_one_can_use(name: str) -
     assert useless > 4 or not any(group.window for group in walk.groups)
 
 
-# -- one group without a window
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_one_group_without_a_window_does_what_the_plain_manager_does(seed: int) -> None:
-    """The same calls give the same results, hits, counts, evictions and copies."""
-    rng, size = random.Random(seed), 3
-    plain = KVCacheManager(14, size, max_seqs=5)
-    hybrid = HybridKVCacheManager([FULL], 14, size, max_seqs=5)
-    table, prompts, next_id = (
-        hybrid.tables["full"],
-        [[rng.randrange(2) for _ in range(30)] for _ in range(3)],
-        0,
-    )
-    for _ in range(3000):
-        ids = plain.tables.seq_ids
-        seq_id = rng.choice(ids) if ids else None
-        operation = rng.choice(["open", "step", "step", "commit", "commit", "commit", "fork", "cut", "close"])
-        managers: list[Any] = [plain, hybrid]
-        if operation == "open":
-            prompt = [*rng.choice(prompts)[: rng.randrange(24)], *(rng.randrange(2) for _ in range(3))]
-            results = [m.open(next_id, prompt) for m in managers]
-            next_id += 1
-        elif operation == "step":
-            batch = rng.sample(ids, rng.randint(0, len(ids)))
-            batch = [i for i in batch if plain.tables.num_tokens(i) < 40]
-            results = [m.step(batch) for m in managers]
-        elif seq_id is None:
-            continue
-        elif operation == "commit":
-            left = plain.tables.num_tokens(seq_id) - plain.tables.num_committed(seq_id)
-            tokens = [rng.randrange(2) for _ in range(rng.choice([left, rng.randint(0, left)]))]
-            for m in managers:
-                m.copies.take()
-            results = [m.commit(seq_id, tokens) for m in managers]
-        elif operation == "fork":
-            if plain.tables.num_tokens(seq_id) > plain.tables.num_committed(seq_id):
-                continue
-            results = [m.fork(seq_id, next_id) for m in managers]
-            next_id += 1
-        elif operation == "cut":
-            length = rng.randint(0, plain.tables.num_tokens(seq_id))
-            results = [m.truncate(seq_id, length) for m in managers]
-        else:
-            results = [m.close(seq_id) for m in managers]
-        assert results[0] == results[1], operation
-        assert plain.counts == hybrid.counts, operation
-        assert table.seq_ids == plain.tables.seq_ids
-        assert [table.num_committed(i) for i in ids if i in table] == [
-            plain.tables.num_committed(i) for i in ids if i in table
-        ]
-        one, other = plain.stats(), hybrid.stats()
-        for name in ("evicted_blocks", "copied_blocks", "hit_tokens", "queried_tokens", "num_opened"):
-            assert getattr(one, name) == getattr(other, name), name
-        assert one.indexed_blocks == other.num_nodes
-    assert one.evicted_blocks > 100 and one.copied_blocks > 20 and one.hit_tokens > 200
-
-
 def test_the_same_calls_give_the_same_tables() -> None:
     """Block ids depend on nothing but the calls."""
     first, second, other = (Walk(seed, GROUPS["full_two_windows"]).run(400) for seed in (3, 3, 4))
-    tables = [[t.blocks.tolist() for t in walk.manager.tables.values()] for walk in (first, second, other)]
+    tables = [walk.manager._rows.blocks.tolist() for walk in (first, second, other)]
     assert tables[0] == tables[1] != tables[2]

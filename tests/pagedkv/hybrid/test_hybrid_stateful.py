@@ -42,8 +42,11 @@ class HybridMachine(RuleBasedStateMachine):
         blocks_per_group=st.integers(2, 10),
         block_size=st.integers(1, 3),
         max_seqs=st.integers(1, 4),
+        watermark=st.sampled_from([0.0, 0.0, 0.2]),
     )
-    def start(self, windows: list[Any], blocks_per_group: int, block_size: int, max_seqs: int) -> None:
+    def start(
+        self, windows: list[Any], blocks_per_group: int, block_size: int, max_seqs: int, watermark: float
+    ) -> None:
         groups = [CacheGroup(f"g{i}", (i,), *(window or (None, 0))) for i, window in enumerate(windows)]
         manager = HybridKVCacheManager(
             groups,
@@ -51,6 +54,7 @@ class HybridMachine(RuleBasedStateMachine):
             block_size,
             max_seqs=max_seqs,
             max_seq_len=20,
+            watermark=watermark,
             policy=self.policy,
         )
         manager.events.record()
@@ -75,6 +79,7 @@ class HybridMachine(RuleBasedStateMachine):
         namespace=NAMESPACES,
         fresh=st.sampled_from([None, None, 1, 3]),
         cached=st.sampled_from([None, None, 0, 3, 12]),
+        loaded=st.sampled_from([0, 0, 0, 4, 14]),
         partial_hits=st.booleans(),
         announce=st.booleans(),
         commit=st.sampled_from([True, True, False]),
@@ -85,6 +90,7 @@ class HybridMachine(RuleBasedStateMachine):
         namespace: Namespace | None,
         fresh: int | None,
         cached: int | None,
+        loaded: int,
         partial_hits: bool,
         announce: bool,
         commit: bool,
@@ -96,18 +102,19 @@ class HybridMachine(RuleBasedStateMachine):
             namespace=namespace,
             max_fresh_tokens=fresh,
             max_cached_tokens=cached,
+            loaded_tokens=min(loaded, len(tokens)),
             partial_hits=partial_hits,
             announce=announce,
         )
         if opened is not None and commit:
-            self.checked.copies.take()
+            self.checked.take_copies()
             self.checked.commit(seq_id, tokens[opened.num_cached_tokens : opened.num_tokens])
 
     @precondition(has_sequences)
     @rule(number=PICK, tokens=st.lists(st.integers(0, 1), max_size=6))
     def commit(self, number: int, tokens: list[int]) -> None:
         seq_id = self.pick(number)
-        self.checked.copies.take()
+        self.checked.take_copies()
         seq = self.model.seqs[seq_id]
         self.checked.commit(seq_id, tokens[: seq.length - len(seq.tokens)])
 
@@ -117,10 +124,34 @@ class HybridMachine(RuleBasedStateMachine):
         seq_id = self.pick(number)
         self.checked.append(seq_id, min(count, 20 - self.model.seqs[seq_id].length))
 
-    @rule(chosen=st.sets(PICK, max_size=4))
-    def step(self, chosen: set[int]) -> None:
-        ids = [i for n, i in enumerate(self.model.seqs) if n in chosen and self.model.seqs[i].length < 20]
-        self.checked.step(ids)
+    @rule(
+        chosen=st.sets(PICK, max_size=4),
+        drafts=st.lists(st.integers(0, 1), max_size=4),
+        accepted=st.sampled_from([None, 0, 1, 2, 5]),
+    )
+    def step(self, chosen: set[int], drafts: list[int], accepted: int | None) -> None:
+        """One more of each, or some drafts, of which some are accepted."""
+        count = len(drafts) or 1
+        seqs = self.model.seqs
+        ids = [i for n, i in enumerate(seqs) if n in chosen and seqs[i].length + count <= 20]
+        if not self.checked.step(ids, count) or accepted is None:
+            return
+        self.checked.take_copies()
+        left = [seqs[i].length - len(seqs[i].tokens) for i in ids]
+        rows, counts = [([0] * n + drafts)[-n:] for n in left], [min(accepted, n) for n in left]
+        if all(self.model.can_truncate(i, len(seqs[i].tokens) + n) for i, n in zip(ids, counts, strict=True)):
+            self.checked.commit_step(ids, rows, counts)
+        else:  # of one, not all that was to be loaded has been
+            self.refused(SequenceError, lambda: self.checked.manager.commit_step(ids, rows, counts))
+
+    @rule(call=st.sampled_from(["copies", "reset", "defragment", "resize"]), num_blocks=st.integers(1, 24))
+    def maintain(self, call: str, num_blocks: int) -> None:
+        if call == "copies":
+            self.checked.take_copies()
+        elif call == "resize":
+            self.checked.resize(num_blocks)
+        else:
+            getattr(self.checked, call)()
 
     @precondition(has_sequences)
     @rule(number=PICK)
@@ -194,6 +225,11 @@ class HybridMachine(RuleBasedStateMachine):
         self.refused(SequenceError, lambda: manager.close("nobody"))
         self.refused(PagedKVError, lambda: manager.step([seq_id, seq_id]))
         self.refused(PagedKVError, lambda: manager.append(seq_id, 21))
+        self.refused(PagedKVError, lambda: manager.open("new", [1], loaded_tokens=2))
+        self.refused(PagedKVError, lambda: manager.maintenance.resize(0))
+        left = length - len(self.model.seqs[seq_id].tokens)
+        drafts = [0] * (left + 1)
+        self.refused(SequenceError, lambda: manager.commit_step([seq_id], [drafts], [left + 1]))
 
     def refused(self, error: type[Exception], act: Any) -> None:
         before = snapshot(self.checked.manager, IGNORE)  # type: ignore[arg-type]
@@ -205,7 +241,7 @@ class HybridMachine(RuleBasedStateMachine):
         """Give everything back."""
         if not hasattr(self, "checked"):
             return
-        self.checked.copies.take()
+        self.checked.take_copies()
         for seq_id in list(self.model.seqs):
             self.checked.close(seq_id)
         for pin in self.pins:
@@ -236,11 +272,22 @@ def test_whatever_is_called_in_whatever_order_manager_and_model_agree(policy: st
     run_machine(policy, 150 if policy == "lru" else 60)
 
 
+_extend = Rows.extend
+
+
+def _extend_and_slide(self: Rows, rows: Any, num_tokens: int) -> bool:
+    extended = _extend(self, rows, num_tokens)
+    for row in rows.tolist() if extended else []:
+        self._slide(row, int(self.seq_len[row]) // self.block_size * self.block_size)
+    return extended
+
+
 BUGS: dict[str, tuple[type, str, Any]] = {
     "fences hold nothing": (Fences, "__bool__", lambda self: False),
     "pins hold nothing": (ContentTree, "hold", lambda self, ids: None),
     "no window ever moves": (Rows, "_slide", lambda self, row, position: None),
     "no block has a parent": (GroupView, "parent", lambda self, block: 0),
+    "drafts move windows": (Rows, "extend", _extend_and_slide),
     "contents are never shared": (ContentTree, "adopt", lambda self, own, nodes: own),
 }
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pagedkv import KVCacheManager
-from pagedkv.page_table import Int32Array
+from pagedkv.block_tables import Int32Array
 from pagedkv.policies import EvictionPolicy, make_policy
 from pagedkv.policies.arc import ARC
 from pagedkv.policies.belady import Belady

@@ -10,8 +10,8 @@ import pytest
 
 from pagedkv import core
 from pagedkv.block_cache import BlockCache
+from pagedkv.block_tables import Int32Array
 from pagedkv.errors import BlockError
-from pagedkv.page_table import Int32Array
 from pagedkv.policies.lru import LRU
 from pagedkv.policies.numpy_lru import NumpyLRU
 from pagedkv.testing import snapshot

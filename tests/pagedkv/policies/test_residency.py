@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pagedkv import KVCacheManager, Namespace, PagedKVError
+from pagedkv.block_tables import Int32Array
 from pagedkv.histogram import Histogram, ResidencyHistograms
-from pagedkv.page_table import Int32Array
 from pagedkv.policies import POLICIES, EvictionPolicy, make_policy
 from pagedkv.policies.lru import LRU
 from pagedkv.policies.policy import NO_BLOCKS

@@ -31,8 +31,7 @@ def test_every_policy_has_a_model() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_random_walk_agrees_with_the_model_of_the_policy(name: str, size: str) -> None:
     """Results, counts, the very contents that are cached, and invariants, after every operation."""
-    for seed in (1, 2):
-        random_walk(900, seed=seed, policy=name, **SIZES[size])
+    random_walk(1_000, seed=1, policy=name, **SIZES[size])
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -280,6 +280,54 @@ class TestVidur:
         assert "line 2: num_total_tokens must be the sum of the others, 992, got '993'" in refusal(path)
 
 
+class TestRealRows:
+    """First rows of published files: facts of their authors, who are named with the licence."""
+
+    def test_burstgpt_of_2023(self, write: Write) -> None:
+        """BurstGPT_1.csv, HPMLL, CC BY 4.0."""
+        path = write(
+            "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type",
+            "5,ChatGPT,472,18,490,Conversation log",
+            "45,ChatGPT,1087,230,1317,Conversation log",
+            "118,GPT-4,417,276,693,Conversation log",
+        )
+        assert format_of(path) == "burstgpt"
+        assert lengths(path) == [(0.0, 472, 18), (40.0, 1087, 230), (113.0, 417, 276)]
+
+    def test_burstgpt_with_sessions(self, write: Write) -> None:
+        """BurstGPT_3.csv, HPMLL, CC BY 4.0: two columns more, in the middle, and times far from zero."""
+        path = write(
+            "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type",
+            "19440110.0,1722ac82-0a46-4bf0-aa08-89794e7a2b3f,43,GPT-4,906,446,1352,Conversation log",
+            "19440161.0,d5983bf9-4b48-497b-892b-a58995247443,2,ChatGPT,36,29,65,Conversation log",
+            "19440192.0,a5c69b35-4fbc-45e9-955e-18715e376d74,8,GPT-4,1779,123,1902,Conversation log",
+        )
+        assert format_of(path) == "burstgpt"
+        assert lengths(path) == [(0.0, 906, 446), (51.0, 36, 29), (82.0, 1779, 123)]
+        assert rows(path)[1].session == "d5983bf9-4b48-497b-892b-a58995247443"
+
+    def test_azure_of_2024(self, write: Write) -> None:
+        """AzureLLMInferenceTrace_code_1week.csv, Microsoft, CC BY 4.0."""
+        path = write(
+            "TIMESTAMP,ContextTokens,GeneratedTokens",
+            "2024-05-10 00:00:00.009930+00:00,2162,5",
+            "2024-05-10 00:00:00.017335+00:00,2399,6",
+            "2024-05-10 00:00:00.022314+00:00,76,15",
+        )
+        assert format_of(path) == "azure"
+        assert lengths(path) == [(0.0, 2162, 5), (0.007405, 2399, 6), (0.012384, 76, 15)]
+
+    def test_bailian_thinking(self, write: Write) -> None:
+        """qwen_thinking_blksz_16.jsonl, Alibaba, Apache-2.0: 31 full blocks and a partial one have an id."""
+        path = write(
+            '{"chat_id": 0, "parent_chat_id": -1, "timestamp": 0.0, "input_length": 502, '
+            f'"output_length": 1494, "type": "thinking", "turn": 1, "hash_ids": {list(range(32))}}}'
+        )
+        assert format_of(path) == "bailian"
+        assert lengths(path) == [(0.0, 502, 1494)]
+        assert read_trace(path).tokens(0)[[0, 495, 496, 501]].tolist() == [0, 30, 31, 31]
+
+
 class TestShareGPT:
     """Four bytes a token: "Hello, world" has 3, "Hi." one; 64 bytes are a block."""
 

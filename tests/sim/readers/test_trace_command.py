@@ -11,6 +11,7 @@ from pagedkv.sim.cli import main
 from pagedkv.sim.readers import open_trace, read_trace
 from pagedkv.sim.readers.info import INFO_SCHEMA, describe
 from pagedkv.sim.readers.sampling import Sample, sample_rows
+from pagedkv.sim.readers.writing import write_trace
 from pagedkv.sim.trace import TraceError
 from pagedkv.sim.workload import chat_long
 
@@ -222,6 +223,18 @@ class TestSample:
         assert run("sample", trace, out, *words) == 0
         assert inputs(out) == expected
         assert next(iter(open_trace(out))).arrival_s == 0.0
+
+    def test_less_than_was_asked_for_is_said(self, tmp_path: Path, trace: Path, capsys: Capture) -> None:
+        """Beside the result, as the number of requests is; whole sessions may be more, and are enough."""
+        for words, said in ((("--first", 99), True), (("--first", 8), False), (("--window", "0:99"), False)):
+            assert run("sample", trace, tmp_path / "out.jsonl", *words) == 0
+            err = capsys.readouterr().err
+            assert "8 requests" in err and ("99 were asked for, the file holds no more" in err) is said
+
+    def test_a_path_may_be_text(self, tmp_path: Path, trace: Path) -> None:
+        """As everywhere else."""
+        assert write_trace(open_trace(trace), str(tmp_path / "out.jsonl.gz")) == 8
+        assert inputs(tmp_path / "out.jsonl.gz") == list(range(10, 18))
 
     def test_random_requests_are_drawn_from_the_seed(self, tmp_path: Path, trace: Path) -> None:
         drawn = {}
