@@ -8,6 +8,8 @@
 
 namespace pagedkv {
 
+constexpr int kMostChunks = 256;  // more than work_items.cpp makes of any sequence
+
 // Rows of one KV head, unnormalized: what a chunk leaves behind, and what is merged.
 struct PartialRows {
     float* acc;  // [rows][acc_stride]
@@ -42,7 +44,7 @@ struct Attention {
 void work(Attention& attention);
 
 // Writes out, lse and block_mass of KV head `head` of a sequence from the partial results of its chunks.
-// mixed: scratch of v_head_dim + 16 floats.
+// mixed: scratch of acc_stride floats.
 void finish(const Attention& attention, int64_t seq, int head, const PartialRows* chunks, int64_t num_chunks,
             float* mixed);
 

@@ -4,6 +4,7 @@
 //   chunk 1   max1 sum1 acc1  > out = sum_c w_c acc_c / total      w_c = 2^(max_c - M)
 //   sink      max_s   1       /                      total = sum_c w_c sum_c + 2^(sink - M)
 #include <cmath>
+#include <cstring>
 
 #include "attend.h"
 
@@ -55,23 +56,26 @@ void start_block_mass(const Attention& a, const Item& item) {
 void finish(const Attention& a, int64_t seq, int head, const PartialRows* chunks, int64_t num_chunks,
             float* mixed) {
     const AttendCall& call = *a.call;
-    const int64_t dim = call.v_shape[3];
     for (int row = 0; row < a.rows; row++) {
         const int token = row / a.group_size, q_head = head * a.group_size + row % a.group_size;
         float top = call.sinks ? call.sinks[q_head * call.sinks_stride] * kLog2E : -INFINITY;
         for (int64_t c = 0; c < num_chunks; c++) top = chunks[c].max[row] > top ? chunks[c].max[row] : top;
         const float base = top == -INFINITY ? 0.0f : top;
         float total = call.sinks ? std::exp2(call.sinks[q_head * call.sinks_stride] * kLog2E - base) : 0.0f;
-        for (int64_t i = 0; i < dim + 16; i++) mixed[i] = 0.0f;
+        float weights[kMostChunks];
         for (int64_t c = 0; c < num_chunks; c++) {
             // a chunk without a visible token has sum 0; one of nothing but NaN keeps its NaN
-            const float weight = chunks[c].max[row] == -INFINITY ? 1.0f : std::exp2(chunks[c].max[row] - base);
-            total += chunks[c].sum[row] * weight;
-            a.kernels->add_row(chunks[c].acc + row * a.shape.acc_stride, weight, (int)dim, mixed);
+            weights[c] = chunks[c].max[row] == -INFINITY ? 1.0f : std::exp2(chunks[c].max[row] - base);
+            total += chunks[c].sum[row] * weights[c];
         }
         const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
-        for (int64_t i = 0; i < dim; i++) mixed[i] *= inverse;
+        memset(mixed, 0, (size_t)a.shape.acc_stride * sizeof(float));
+        for (int64_t c = 0; c < num_chunks; c++)
+            a.kernels->add_row(chunks[c].acc + row * a.shape.acc_stride, weights[c] * inverse,
+                               (int)a.shape.acc_stride, mixed);
+        a.kernels->order_row(mixed, (int)a.shape.acc_stride);
         store_output(a, seq, token, q_head, mixed);
+        if (!call.lse && !call.block_mass) continue;
         const float lse2 = top + std::log2(total);
         if (call.lse)
             call.lse[seq * call.lse_stride[0] + token * call.lse_stride[1] + q_head * call.lse_stride[2]] =

@@ -25,7 +25,10 @@ struct TileRows {
     Run runs[kTile];
     int num_runs, count, padded;
     int64_t begin;  // position of token 0
-    bool is_dense;  // each kTokenGranule rows lie side by side
+    bool is_dense;   // each kTokenGranule rows lie side by side
+    bool is_scaled;  // there are scales, and those of each kTokenGranule tokens lie side by side
+    const float* k_scale[kTile / kTokenGranule];  // if so: of KV head 0, past the last token of any other
+    const float* v_scale[kTile / kTokenGranule];
 
     // Rows of positions [from, end), at most `tokens` of them and at least one. Ids were checked before.
     void fill(const AttendCall& call, int64_t element, int64_t seq, int64_t from, int64_t end, int tokens) {
@@ -54,23 +57,42 @@ struct TileRows {
             }
             t += run.count;
         }
-        is_dense = call.block_size % kTokenGranule == 0 && from % kTokenGranule == 0 && count == kTile &&
-                   call.k_stride[2] == call.head_dim && call.v_stride[2] == call.v_shape[3];
+        const bool in_granules = call.block_size % kTokenGranule == 0 && from % kTokenGranule == 0;
+        is_dense = in_granules && count == kTile && call.k_stride[2] == call.head_dim &&
+                   call.v_stride[2] == call.v_shape[3];
+        is_scaled = in_granules && call.k_scale && call.k_scale_stride[2] == 1 && call.v_scale_stride[2] == 1;
+        for (int i = 0, run = 0; is_scaled && i < kTile / kTokenGranule; i++) {
+            const int t = i * kTokenGranule < padded ? i * kTokenGranule : padded - kTokenGranule;
+            while (t >= runs[run].first + runs[run].count) run++;
+            k_scale[i] = runs[run].k_scale + (t - runs[run].first);
+            v_scale[i] = runs[run].v_scale + (t - runs[run].first);
+        }
         // score kernels read whole granules; what they make of the repeated row is masked
         for (int t = count; t < kTile; t++) {
             k[t] = k[count - 1];
             v[t] = v[count - 1];
         }
     }
+};
 
-    // Stretch number `index` of kTile rows, of the 2 * num_kv_heads that K and V of a whole tile are, in the order
-    // of memory: K of the first block, its V, K of the second block, and so on.
-    const char* stretch(const AttendCall& call, int64_t element, int index) const {
-        const int per_block = (int)(call.block_size * call.num_kv_heads / kTile);
-        const int64_t first = index / (2 * per_block) * call.block_size;
-        const int rest = index % (2 * per_block);
-        if (rest < per_block) return k[first] + rest * kTile * call.head_dim * element;
-        return v[first] + (rest - per_block) * kTile * call.v_shape[3] * element;
+// The 2 * num_kv_heads stretches of kTile rows that K and V of a whole tile are, in the order of memory: K of the
+// first block, its V, K of the second block, and so on.
+struct Stretches {
+    const TileRows& tile;
+    int64_t k_bytes, v_bytes;  // of a stretch
+    int per_block, block_size;
+    int token = 0, passed = 0;  // first of its block; stretches of its K and V before the next one
+
+    Stretches(const AttendCall& call, int64_t element, const TileRows& tile)
+        : tile(tile), k_bytes(kTile * call.head_dim * element), v_bytes(kTile * call.v_shape[3] * element),
+          per_block((int)(call.block_size * call.num_kv_heads / kTile)), block_size((int)call.block_size) {}
+
+    const char* next() {
+        const bool is_k = passed < per_block;
+        const char* stretch =
+            is_k ? tile.k[token] + passed * k_bytes : tile.v[token] + (passed - per_block) * v_bytes;
+        if (++passed == 2 * per_block) passed = 0, token += block_size;
+        return stretch;
     }
 };
 

@@ -30,15 +30,15 @@ namespace pagedkv {
 namespace {
 const Kernels kInt8Kernels = {
     avx512_dot::query_bytes_int8, avx512_dot::prepare_query_int8, avx512_dot::score_int8,
-    avx512_dot::softmax_tile,     avx512_dot::value_int8,         avx512_dot::load_row,
-    avx512_dot::store_row,        avx512_dot::add_row,            avx512_dot::quantize_row,
-    avx512_dot::read_stretch,     avx512_dot::count_non_finite,
+    avx512_dot::softmax_tile,     avx512_dot::value_int8,         avx512_dot::order_row_int8,
+    avx512_dot::load_row,         avx512_dot::store_row,          avx512_dot::add_row,
+    avx512_dot::quantize_row,     avx512_dot::read_stretch,       avx512_dot::count_non_finite,
 };
 const Kernels kBf16Kernels = {
     avx512_dot::query_bytes_bf16, avx512_dot::prepare_query_bf16, avx512_dot::score_bf16,
-    avx512_dot::softmax_tile,     avx512_dot::value_bf16,         avx512_dot::load_row,
-    avx512_dot::store_row,        avx512_dot::add_row,            avx512_dot::quantize_row,
-    avx512_dot::read_stretch,     avx512_dot::count_non_finite,
+    avx512_dot::softmax_tile,     avx512_dot::value_bf16,         avx512_dot::keep_order,
+    avx512_dot::load_row,         avx512_dot::store_row,          avx512_dot::add_row,
+    avx512_dot::quantize_row,     avx512_dot::read_stretch,       avx512_dot::count_non_finite,
 };
 }  // namespace
 

@@ -40,6 +40,11 @@ struct Tile {
     int padded;  // count rounded up to kTokenGranule
 };
 
+// The scale of token t, and of those behind it in its granule.
+static inline const float* scales_at(const float* const* scales, int t) {
+    return scales[t / kTokenGranule] + t % kTokenGranule;
+}
+
 struct TileShape {
     int rows;         // query rows, padded so that rows % 4 is 0, 1 or 2
     int head_dim;
@@ -52,7 +57,7 @@ struct SoftmaxTile {
     int rows;                 // true rows, without padding
     int count;
     const float* row_factor;  // [rows] from the prepared query, times the scale of the logits
-    const float* k_scale;     // [kTile] or null
+    const float* const* k_scale;  // of each kTokenGranule tokens, or null
     const int* begin;         // [rows] tokens begin <= t < end of the tile are visible
     const int* end;
     float softcap;            // 0: none
@@ -69,9 +74,12 @@ struct Kernels {
     void (*score)(const void* q, const Tile& tile, const TileShape& shape, float* scores);
     // turns scores into p, in place
     void (*softmax)(float* scores, const SoftmaxTile& tile);
-    // p [rows][kTile]; v_scale [kTile] or null
-    void (*value)(const float* p, const float* v_scale, const Tile& tile, const TileShape& shape,
+    // p [rows][kTile]; v_scale of each kTokenGranule tokens, all of kTile readable, or null; alpha [rows], or null
+    // for the first tile, which finds nothing in acc
+    void (*value)(const float* p, const float* const* v_scale, const Tile& tile, const TileShape& shape,
                   const float* alpha, float* acc);
+    // acc as value keeps it, n floats of a row and a multiple of 64, into the order of columns
+    void (*order_row)(float* acc, int n);
     // n elements of a float dtype -> fp32; writes whole vectors, up to 16 elements
     void (*load_row)(const void* from, int64_t dtype, int n, float* to);
     // fp32 -> n elements of a float dtype, rounded to nearest even; reads whole vectors

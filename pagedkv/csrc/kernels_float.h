@@ -16,8 +16,8 @@ struct FloatKernels {
 };
 template <class E>
 const Kernels FloatKernels<E>::table = {query_bytes_float, prepare_query_float, score_float<E>, softmax_tile,
-                                        value_float<E>,    load_row,            store_row,      add_row,
-                                        quantize_row,      read_stretch,        count_non_finite};
+                                        value_float<E>,    keep_order,          load_row,       store_row,
+                                        add_row,           quantize_row,        read_stretch,   count_non_finite};
 
 static const Kernels* float_kernels(int64_t kv_dtype) {
     switch (kv_dtype) {

@@ -10,8 +10,8 @@
 //      :                                            :                                       so that an accumulator
 //   K t+15   | w0 | ...                            x7   | ...        holds one row's products with 16 tokens, done
 //
-//   The sum fits: |q . k| in these units is at most 1024 * 16256 * 127 < 2^31, and what wraps before the last
-//   subtraction wraps back.     Prepared query row: | high, whole 64-byte vectors | low, likewise | offset |
+//   The sum fits: |q . k| in these units is at most 1024 * 16256 * 127 < 2^31, and what wraps on the way
+//   wraps back.     Prepared query row: | high, whole 64-byte vectors | low, likewise | offset |
 #pragma once
 #include "score_float.h"
 
@@ -111,7 +111,10 @@ static void score_rows_int8(const char* q, const Tile& tile, const TileShape& sh
         // else GCC 12 computes the address of every word of the query beforehand, and keeps them on the stack
         asm("" : "+r"(q));
         __m512i high[kRows], low[kRows];
-        for (int r = 0; r < kRows; r++) high[r] = low[r] = _mm512_setzero_si512();
+        for (int r = 0; r < kRows; r++) {
+            high[r] = _mm512_setzero_si512();
+            low[r] = _mm512_set1_epi32(*(const Word*)(q + r * q_bytes + 2 * row_bytes));
+        }
         const auto add_dims = [&](int c) __attribute__((always_inline)) {
             const int next = c + 32 < head_dim ? c + 32 : 0, left = head_dim - next;
             Transposing then;
@@ -131,10 +134,8 @@ static void score_rows_int8(const char* q, const Tile& tile, const TileShape& sh
         for (int c = 0; c < kDim; c += 32) add_dims(c);
         for (int c = kDim; c < head_dim; c += 32) add_dims(c);
         for (int r = 0; r < kRows; r++) {
-            int32_t offset;
-            memcpy(&offset, q + r * q_bytes + 2 * row_bytes, sizeof offset);
             const __m512i dots = _mm512_add_epi32(_mm512_slli_epi32(high[r], 7), low[r]);
-            store(scores + r * kTile + t0, _mm512_cvtepi32_ps(_mm512_sub_epi32(dots, _mm512_set1_epi32(offset))));
+            store(scores + r * kTile + t0, _mm512_cvtepi32_ps(dots));
         }
     }
 }
@@ -185,7 +186,7 @@ static float prepare_query_int8(const float* q, int head_dim, void* prepared) {
         _mm_storeu_si128((__m128i*)(low + i), _mm512_cvtepi32_epi8(lower));
         sum = _mm512_add_epi32(sum, whole);
     }
-    const int32_t offset = 128 * _mm512_reduce_add_epi32(sum);
+    const int32_t offset = -128 * _mm512_reduce_add_epi32(sum);
     memcpy(high + 2 * row_bytes, &offset, sizeof offset);
     return absmax / 16256.0f;
 }

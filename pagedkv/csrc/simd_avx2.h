@@ -116,13 +116,20 @@ static inline Vec quads(Vec a, Vec b, Vec c, Vec d) {
     const Vec cd = add(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
     return add(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
 }
-// to[i] = sum of the lanes of a[i], or the largest of them
-static inline void sums_of_four(const Vec* a, float* to) {
+// Four numbers in every four lanes: sums of the lanes of a[0..3] or the largest of them, and what softmax.h keeps of
+// four rows. In memory they are four floats.
+static inline Vec load_four(const float* p) { return _mm256_broadcast_ps((const __m128*)p); }
+static inline void store_four(float* p, Vec x) { _mm_storeu_ps(p, _mm256_castps256_ps128(x)); }
+static inline Vec broadcast_of_four(Vec x, int i) { return _mm256_permutevar_ps(x, _mm256_set1_epi32(i)); }
+static inline Vec sums_of_four(const Vec* a) {
     const Vec x = quads(a[0], a[1], a[2], a[3]);
-    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
+    return add(x, _mm256_permute2f128_ps(x, x, 0x01));
 }
-static inline void largest_of_four(const Vec* a, float* to) {
-    for (int i = 0; i < 4; i++) to[i] = largest(a[i]);
+static inline Vec largest_of_four(const Vec* a) {
+    const Vec ab = max(_mm256_unpacklo_ps(a[0], a[1]), _mm256_unpackhi_ps(a[0], a[1]));
+    const Vec cd = max(_mm256_unpacklo_ps(a[2], a[3]), _mm256_unpackhi_ps(a[2], a[3]));
+    const Vec x = max(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    return max(x, _mm256_permute2f128_ps(x, x, 0x01));
 }
 static inline Vec sums(const Vec* a) {
     const Vec low = quads(a[0], a[1], a[2], a[3]), high = quads(a[4], a[5], a[6], a[7]);

@@ -105,17 +105,25 @@ static inline Vec quads(Vec a, Vec b, Vec c, Vec d) {
     const Vec cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
     return add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
 }
-// to[i] = sum of the lanes of a[i], or the largest of them
-static inline void sums_of_four(const Vec* a, float* to) {
-    const Vec x = quads(a[0], a[1], a[2], a[3]), y = add(x, _mm512_shuffle_f32x4(x, x, 0x4e));
-    _mm_storeu_ps(to, _mm512_castps512_ps128(add(y, _mm512_shuffle_f32x4(y, y, 0xb1))));
+// Four numbers in every four lanes: sums of the lanes of a[0..3] or the largest of them, and what softmax.h keeps of
+// four rows. In memory they are four floats.
+static inline Vec load_four(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
+static inline void store_four(float* p, Vec x) { _mm_storeu_ps(p, _mm512_castps512_ps128(x)); }
+static inline Vec broadcast_of_four(Vec x, int i) {
+    const Vec low = i & 1 ? _mm512_permute_ps(x, 0x55) : _mm512_permute_ps(x, 0x00);
+    const Vec high = i & 1 ? _mm512_permute_ps(x, 0xff) : _mm512_permute_ps(x, 0xaa);
+    return i & 2 ? high : low;
 }
-static inline void largest_of_four(const Vec* a, float* to) {
+static inline Vec sums_of_four(const Vec* a) {
+    const Vec x = quads(a[0], a[1], a[2], a[3]), y = add(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    return add(y, _mm512_shuffle_f32x4(y, y, 0xb1));
+}
+static inline Vec largest_of_four(const Vec* a) {
     const Vec ab = max(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
     const Vec cd = max(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
     const Vec x = max(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
     const Vec y = max(x, _mm512_shuffle_f32x4(x, x, 0x4e));
-    _mm_storeu_ps(to, _mm512_castps512_ps128(max(y, _mm512_shuffle_f32x4(y, y, 0xb1))));
+    return max(y, _mm512_shuffle_f32x4(y, y, 0xb1));
 }
 static inline Vec sums(const Vec* a) {
     const Vec w = quads(a[0], a[1], a[2], a[3]), x = quads(a[4], a[5], a[6], a[7]);

@@ -82,16 +82,23 @@ static inline Vec exp2(Vec x) {
     return x;
 }
 
-// to[i] = sum of the lanes of a[i], or the largest of them
-static inline void sums_of_four(const Vec* a, float* to) { for (int i = 0; i < 4; i++) to[i] = sum(a[i]); }
-static inline void largest_of_four(const Vec* a, float* to) { for (int i = 0; i < 4; i++) to[i] = largest(a[i]); }
-
-// lane i of the result = sum of the lanes of a[i]
+// lane i of the result = sum of the lanes of a[i], or the largest of them
 static inline Vec sums(const Vec* a) {
     Vec r;
     PAGEDKV_LANES r.x[i] = sum(a[i]);
     return r;
 }
+static inline Vec largest_of_four(const Vec* a) {
+    Vec r;
+    PAGEDKV_LANES r.x[i] = largest(a[i]);
+    return r;
+}
+
+// What softmax.h keeps of four rows: a vector here, several times the same four lanes in wider ones.
+static inline Vec sums_of_four(const Vec* a) { return sums(a); }
+static inline Vec load_four(const float* p) { return load(p); }
+static inline void store_four(float* p, Vec x) { store(p, x); }
+static inline Vec broadcast_of_four(Vec x, int i) { return broadcast(x.x[i]); }
 
 #undef PAGEDKV_LANES
 

@@ -49,7 +49,7 @@ static inline Vec mask_row(const float* s, const SoftmaxTile& tile, int row, int
     Vec top = lowest;
     for (int i = 0; i < vectors; i++) {
         x[i] = mul(load(s + i * kLanes), factor);
-        if (tile.k_scale) x[i] = mul(x[i], load(tile.k_scale + i * kLanes));
+        if (tile.k_scale) x[i] = mul(x[i], load(scales_at(tile.k_scale, i * kLanes)));
         if (is_capped) x[i] = mul(tanh(x[i]), cap);
         if (!kPlain && !sees_all(tile, row, vectors))
             x[i] = select(lanes_between(begin - i * kLanes, end - i * kLanes), x[i], lowest);
@@ -69,6 +69,20 @@ static inline Vec weigh_row(const Vec* x, Vec base, int vectors, float* p) {
     return total;
 }
 
+// A number of each of up to four rows.
+static inline Vec load_rows(const float* from, int rows) {
+    if (rows == 4) return load_four(from);
+    float four[4] = {};
+    for (int r = 0; r < rows; r++) four[r] = from[r];
+    return load_four(four);
+}
+static inline void store_rows(float* to, int rows, Vec x) {
+    if (rows == 4) return store_four(to, x);
+    float four[4];
+    store_four(four, x);
+    for (int r = 0; r < rows; r++) to[r] = four[r];
+}
+
 // Up to four rows, each step for all of them: the latencies of one row hide behind the others. kWhole: four rows
 // that see a whole tile; what goes on stays in registers.
 template <bool kWhole>
@@ -79,26 +93,18 @@ static void softmax_rows(float* scores, const SoftmaxTile& tile, int first, int 
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
         reduced[r] = mask_row<kWhole>(scores + (first + r) * kTile, tile, first + r, vectors, x[r]);
-    // change: by how much each maximum grows, negated. A row that has seen nothing yet, with a maximum of -inf,
-    // subtracts 0 rather than make inf - inf; exp2(-inf) is 0
-    float here[4], base[4], total[4], change[kLanes] = {};
-    largest_of_four(reduced, here);
-    for (int r = 0; r < rows; r++) {
-        const float before = tile.max[first + r], after = here[r] > before ? here[r] : before;
-        base[r] = after == -INFINITY ? 0.0f : after;
-        change[r] = after == -INFINITY ? 0.0f : before - after;
-        tile.max[first + r] = after;
-    }
-    float alpha[kLanes];
-    store(alpha, exp2(load(change)));
+    // from here on a row is a lane, and nothing waits for a scalar in memory. A row that has seen nothing yet, with a
+    // maximum of -inf, subtracts 0 rather than make inf - inf; exp2(-inf) is 0
+    const Vec before = load_rows(tile.max + first, rows), after = max(largest_of_four(reduced), before);
+    const Mask has_seen = less(broadcast(-INFINITY), after);
+    const Vec base = select(has_seen, after, zero());
+    store_rows(tile.max + first, rows, after);
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
-        reduced[r] = weigh_row(x[r], broadcast(base[r]), vectors, scores + (first + r) * kTile);
-    sums_of_four(reduced, total);
-    for (int r = 0; r < rows; r++) {
-        tile.alpha[first + r] = alpha[r];
-        tile.sum[first + r] = tile.sum[first + r] * alpha[r] + total[r];
-    }
+        reduced[r] = weigh_row(x[r], broadcast_of_four(base, r), vectors, scores + (first + r) * kTile);
+    const Vec alpha = exp2(select(has_seen, sub(before, after), zero()));
+    store_rows(tile.alpha + first, rows, alpha);
+    store_rows(tile.sum + first, rows, fma(load_rows(tile.sum + first, rows), alpha, sums_of_four(reduced)));
 }
 
 static void softmax_tile(float* scores, const SoftmaxTile& tile) {

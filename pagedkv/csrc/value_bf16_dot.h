@@ -61,10 +61,11 @@ static void value_strip_bf16(const PairedWeights& w, const Tile& tile, int colum
     for (int r = 0; r < kRows; r++)
         for (int c = 0; c < kVecs; c++) {
             const __m512 low = a[r * 2 * kVecs + 2 * c], high = a[r * 2 * kVecs + 2 * c + 1];
-            const __m512 factor = broadcast(alpha[r]);
             float* to = acc + r * acc_stride + column + 32 * c;
-            store(to, fma(load(to), factor, _mm512_permutex2var_ps(low, first, high)));
-            store(to + 16, fma(load(to + 16), factor, _mm512_permutex2var_ps(low, second, high)));
+            __m512 x = _mm512_permutex2var_ps(low, first, high), y = _mm512_permutex2var_ps(low, second, high);
+            if (alpha) x = fma(load(to), broadcast(alpha[r]), x), y = fma(load(to + 16), broadcast(alpha[r]), y);
+            store(to, x);
+            store(to + 16, y);
         }
 }
 
@@ -80,14 +81,14 @@ static void value_rows_bf16(const PairedWeights& w, const Tile& tile, int v_head
     }
 }
 
-static void value_bf16(const float* p, const float*, const Tile& tile, const TileShape& shape,
+static void value_bf16(const float* p, const float* const*, const Tile& tile, const TileShape& shape,
                        const float* alpha, float* acc) {
     PairedWeights w;
     for (int row = 0; row < shape.rows;) {
         const int rows = shape.rows - row >= 4 ? 4 : shape.rows - row;
         pair_weights(p + row * kTile, rows, tile.padded, &w);
         float* to = acc + row * shape.acc_stride;
-        const float* factors = alpha + row;
+        const float* factors = alpha ? alpha + row : nullptr;
         if (rows == 4) value_rows_bf16<4>(w, tile, shape.v_head_dim, row == 0, factors, to, shape.acc_stride);
         if (rows == 2) value_rows_bf16<2>(w, tile, shape.v_head_dim, row == 0, factors, to, shape.acc_stride);
         if (rows == 1) value_rows_bf16<1>(w, tile, shape.v_head_dim, row == 0, factors, to, shape.acc_stride);

@@ -12,6 +12,8 @@
 namespace pagedkv {
 namespace PAGEDKV_ISA {
 
+static void keep_order(float*, int) {}
+
 struct Weights {
     const float* p;  // [rows][kTile]
     const Tile* tile;
@@ -38,7 +40,8 @@ static void value_strip(const Weights& w, int column, int part, const float* alp
     for (int r = 0; r < kRows; r++)
         for (int c = 0; c < kVecs; c++) {
             float* to = acc + r * w.acc_stride + column + c * kLanes;
-            store(to, fma(load(to), broadcast(alpha[r]), a[r * kVecs + c]));
+            const Vec sum = a[r * kVecs + c];
+            store(to, alpha ? fma(load(to), broadcast(alpha[r]), sum) : sum);
         }
 }
 
@@ -52,7 +55,7 @@ static void value_rows(const Weights& w, int v_head_dim, const float* alpha, flo
 }
 
 template <class E>
-static void value_float(const float* p, const float* v_scale, const Tile& tile, const TileShape& shape,
+static void value_float(const float* p, const float* const* v_scale, const Tile& tile, const TileShape& shape,
                         const float* alpha, float* acc) {
     float scaled[4 * kTile];
     for (int row = 0; row < shape.rows;) {
@@ -60,13 +63,15 @@ static void value_float(const float* p, const float* v_scale, const Tile& tile, 
         Weights w{p + row * kTile, &tile, shape.acc_stride, row == 0};
         if (v_scale) {
             for (int r = 0; r < rows; r++)
-                for (int t = 0; t < tile.count; t++) scaled[r * kTile + t] = w.p[r * kTile + t] * v_scale[t];
+                for (int t = 0; t < tile.count; t++)
+                    scaled[r * kTile + t] = w.p[r * kTile + t] * *scales_at(v_scale, t);
             w.p = scaled;
         }
         float* to = acc + row * shape.acc_stride;
-        if (rows == 4) value_rows<E, 4>(w, shape.v_head_dim, alpha + row, to);
-        if (rows == 2) value_rows<E, 2>(w, shape.v_head_dim, alpha + row, to);
-        if (rows == 1) value_rows<E, 1>(w, shape.v_head_dim, alpha + row, to);
+        const float* factors = alpha ? alpha + row : nullptr;
+        if (rows == 4) value_rows<E, 4>(w, shape.v_head_dim, factors, to);
+        if (rows == 2) value_rows<E, 2>(w, shape.v_head_dim, factors, to);
+        if (rows == 1) value_rows<E, 1>(w, shape.v_head_dim, factors, to);
         row += rows;
     }
 }

@@ -15,7 +15,8 @@
 namespace pagedkv {
 namespace PAGEDKV_ISA {
 
-// Four tokens of one row in the 32-bit words that are broadcast.
+// Four tokens of one row in the 32-bit words that are broadcast; token t in word t / 4 % 4 * 4 + t / 16, as packing
+// by 128 bits leaves them.
 struct QuantizedWeights {
     uint32_t high[4][kTile / 4], low[4][kTile / 4];
     float step[4];
@@ -30,14 +31,8 @@ static inline __m512i largest_bits(const __m512i* a) {
     return _mm512_max_epu32(x, _mm512_shuffle_i32x4(x, x, 0xb1));
 }
 
-// The bytes of 64 words of 16 bits, in the order of tokens: packing goes by 128 bits, 4 tokens of each a[i].
-static inline __m512i pack_words(__m512i ab, __m512i cd) {
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    return _mm512_permutexvar_epi32(order, _mm512_packus_epi16(ab, cd));
-}
-
 template <int kRows>
-static inline void quantize_weights(const float* p, const float* v_scale, int count, QuantizedWeights* q) {
+static inline void quantize_weights(const float* p, const float* const* v_scale, int count, QuantizedWeights* q) {
     __m512 w[4][4];
     __m512i top[4];
     for (int r = 0; r < 4; r++) top[r] = _mm512_setzero_si512();
@@ -45,9 +40,9 @@ static inline void quantize_weights(const float* p, const float* v_scale, int co
         for (int i = 0; i < 4; i++) {
             // what lies beyond the last token is no scale
             const __mmask16 valid = lanes_between(0, count - 16 * i);
-            w[r][i] = _mm512_maskz_mul_ps(valid, load(p + r * kTile + 16 * i), load(v_scale + 16 * i));
-            // the bits of floats without sign are in their order, and NaN is the largest
-            top[r] = _mm512_max_epu32(top[r], _mm512_castps_si512(abs(w[r][i])));
+            w[r][i] = _mm512_maskz_mul_ps(valid, load(p + r * kTile + 16 * i), load(v_scale[i]));
+            // the bits of positive floats are in their order, and NaN of either sign is the largest
+            top[r] = _mm512_max_epu32(top[r], _mm512_castps_si512(w[r][i]));
         }
     const Vec largest = _mm512_castsi512_ps(largest_bits(top));
     _mm_storeu_ps(q->step, _mm512_castps512_ps128(mul(largest, broadcast(1.0f / 32767.0f))));
@@ -61,8 +56,9 @@ static inline void quantize_weights(const float* p, const float* v_scale, int co
         __m512i x[4];
         for (int i = 0; i < 4; i++) x[i] = _mm512_cvtps_epi32(mul(w[r][i], inverse[r]));
         const __m512i ab = _mm512_packs_epi32(x[0], x[1]), cd = _mm512_packs_epi32(x[2], x[3]);
-        _mm512_storeu_si512(q->high[r], pack_words(_mm512_srli_epi16(ab, 7), _mm512_srli_epi16(cd, 7)));
-        _mm512_storeu_si512(q->low[r], pack_words(_mm512_and_si512(ab, low_bits), _mm512_and_si512(cd, low_bits)));
+        _mm512_storeu_si512(q->high[r], _mm512_packus_epi16(_mm512_srli_epi16(ab, 7), _mm512_srli_epi16(cd, 7)));
+        _mm512_storeu_si512(
+            q->low[r], _mm512_packus_epi16(_mm512_and_si512(ab, low_bits), _mm512_and_si512(cd, low_bits)));
     }
 }
 
@@ -131,7 +127,7 @@ __attribute__((always_inline)) static inline void add_tokens(const uint32_t (*w)
                                                              Interleaving<kPart, Columns>& now, __m512i* acc) {
     for (int t0 = 0; t0 < tile.padded; t0 += 16) {
         const Columns v(tile, t0, column), after(tile, t0 + 16 < tile.padded ? t0 + 16 : 0, column);
-        const uint32_t* words = w[0] + t0 / 4;
+        const uint32_t* words = w[0] + t0 / 16;
         asm("" : "+r"(words));  // as in score_int8_vnni.h
         for (int t = 0; t < 16; t += 4) {
             Interleaving<kPart, Columns> then;
@@ -140,47 +136,53 @@ __attribute__((always_inline)) static inline void add_tokens(const uint32_t (*w)
             for (int i = 0; i < 4; i++) {
                 then.step(i, t < 12 ? v : after, t < 12 ? t + 4 : 0, mask);
                 if (i >= kRows) continue;
-                const __m512i weight = _mm512_set1_epi32((int)words[i * (kTile / 4) + t / 4]);
+                const __m512i weight = _mm512_set1_epi32((int)words[i * (kTile / 4) + t]);
+#pragma GCC unroll 4
                 for (int j = 0; j < 4; j++) acc[4 * i + j] = dot_bytes(acc[4 * i + j], weight, now.x[j]);
             }
+#pragma GCC unroll 4
             for (int j = 0; j < 4; j++) now.x[j] = then.x[j];
         }
     }
 }
 
-// acc[i] holds columns 16 l + 4 i .. + 3 in its 128 bits number l: puts 64 columns in order.
-static inline void order_columns(const __m512i* acc, __m512* to) {
-    const __m512i a = _mm512_shuffle_i32x4(acc[0], acc[1], 0x44), b = _mm512_shuffle_i32x4(acc[2], acc[3], 0x44);
-    const __m512i c = _mm512_shuffle_i32x4(acc[0], acc[1], 0xee), d = _mm512_shuffle_i32x4(acc[2], acc[3], 0xee);
-    to[0] = _mm512_cvtepi32_ps(_mm512_shuffle_i32x4(a, b, 0x88));
-    to[1] = _mm512_cvtepi32_ps(_mm512_shuffle_i32x4(a, b, 0xdd));
-    to[2] = _mm512_cvtepi32_ps(_mm512_shuffle_i32x4(c, d, 0x88));
-    to[3] = _mm512_cvtepi32_ps(_mm512_shuffle_i32x4(c, d, 0xdd));
+// Vector i of 64 columns holds 16 l + 4 i .. + 3 in its 128 bits number l, as unpacking by 128 bits leaves them: acc
+// stays so, and only what is written out is put in order.
+static void order_row_int8(float* acc, int n) {
+    for (float* x = acc; x < acc + n; x += 64) {
+        const __m512 x0 = load(x), x1 = load(x + 16), x2 = load(x + 32), x3 = load(x + 48);
+        const __m512 a = _mm512_shuffle_f32x4(x0, x1, 0x44), b = _mm512_shuffle_f32x4(x2, x3, 0x44);
+        const __m512 c = _mm512_shuffle_f32x4(x0, x1, 0xee), d = _mm512_shuffle_f32x4(x2, x3, 0xee);
+        store(x, _mm512_shuffle_f32x4(a, b, 0x88)), store(x + 16, _mm512_shuffle_f32x4(a, b, 0xdd));
+        store(x + 32, _mm512_shuffle_f32x4(c, d, 0x88)), store(x + 48, _mm512_shuffle_f32x4(c, d, 0xdd));
+    }
 }
 
 template <int kRows, bool kPart, class Columns>
 static void value_strip_int8(const QuantizedWeights& w, const Tile& tile, int column, __mmask64 mask,
                              const float* alpha, float* acc, int64_t acc_stride) {
     __m512i a[4 * kRows];
+#pragma GCC unroll 16
     for (int i = 0; i < 4 * kRows; i++) a[i] = _mm512_setzero_si512();
     Interleaving<kPart, Columns> first;
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) first.step(i, Columns(tile, 0, column), 0, mask);
     add_tokens<kRows>(w.high, tile, column, mask, 0, first, a);
+#pragma GCC unroll 16
     for (int i = 0; i < 4 * kRows; i++) a[i] = _mm512_slli_epi32(a[i], 7);
     add_tokens<kRows>(w.low, tile, column, mask, 2, first, a);
-    for (int r = 0; r < kRows; r++) {
-        __m512 ordered[4];
-        order_columns(a + 4 * r, ordered);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 4
         for (int c = 0; c < 4; c++) {
             float* to = acc + r * acc_stride + column + 16 * c;
-            store(to, fma(load(to), broadcast(alpha[r]), mul(ordered[c], broadcast(w.step[r]))));
+            const __m512 sum = mul(_mm512_cvtepi32_ps(a[4 * r + c]), broadcast(w.step[r]));
+            store(to, alpha ? fma(load(to), broadcast(alpha[r]), sum) : sum);
         }
-    }
 }
 
 template <int kRows, class Columns>
-static void value_rows_int8(const float* p, const float* v_scale, const Tile& tile, const TileShape& shape,
+static void value_rows_int8(const float* p, const float* const* v_scale, const Tile& tile, const TileShape& shape,
                             const float* alpha, float* acc) {
     QuantizedWeights w;
     quantize_weights<kRows>(p, v_scale, tile.count, &w);
@@ -193,13 +195,13 @@ static void value_rows_int8(const float* p, const float* v_scale, const Tile& ti
 }
 
 template <class Columns>
-static void value_int8_in(const float* p, const float* v_scale, const Tile& tile, const TileShape& shape,
+static void value_int8_in(const float* p, const float* const* v_scale, const Tile& tile, const TileShape& shape,
                           const float* alpha, float* acc) {
     for (int row = 0; row < shape.rows;) {
         const int rows = shape.rows - row >= 4 ? 4 : shape.rows - row;
         const float* weights = p + row * kTile;
         float* to = acc + row * shape.acc_stride;
-        const float* factors = alpha + row;
+        const float* factors = alpha ? alpha + row : nullptr;
         if (rows == 4) value_rows_int8<4, Columns>(weights, v_scale, tile, shape, factors, to);
         if (rows == 2) value_rows_int8<2, Columns>(weights, v_scale, tile, shape, factors, to);
         if (rows == 1) value_rows_int8<1, Columns>(weights, v_scale, tile, shape, factors, to);
@@ -207,7 +209,7 @@ static void value_int8_in(const float* p, const float* v_scale, const Tile& tile
     }
 }
 
-static void value_int8(const float* p, const float* v_scale, const Tile& tile, const TileShape& shape,
+static void value_int8(const float* p, const float* const* v_scale, const Tile& tile, const TileShape& shape,
                        const float* alpha, float* acc) {
     if (tile.is_dense && shape.v_head_dim == 128)
         return value_int8_in<DenseColumns<128>>(p, v_scale, tile, shape, alpha, acc);

@@ -296,6 +296,20 @@ def test_views_of_query_and_output_are_served() -> None:
     assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
 
 
+@every_isa
+def test_scales_are_found_wherever_they_lie(isa: str) -> None:
+    """Scales with NaN between them, to be copied together, give what those read in place give."""
+    batch = make_batch([200, 77], heads=(8, 2), dims=(64, 72), block_size=16).quantized()
+    apart = {
+        name: torch.stack([scale, torch.full_like(scale, NAN)], dim=-1)[..., 0]
+        for name, scale in batch.scales.items()
+    }
+    with native.force_isa(isa):
+        wanted = batch.attend_with_lse("native")
+        got = replace(batch, scales=apart).attend_with_lse("native")
+    assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+
+
 @pytest.mark.parametrize("block_id", [-1, 10**6, -(2**31)])
 def test_a_foreign_block_is_refused_before_anything_is_written(block_id: int) -> None:
     """With row and column in the message, and the output as it was."""
