@@ -47,7 +47,7 @@ def decode_step(
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.write(layer, k, v, batch.slot_mapping)
-        kv = cache.layer(layer)
+        kv = cache.storage.layer(layer)
         shares = torch.empty(1, q.shape[1], batch.block_tables.shape[1])
         out = paged_attention(q, kv.k, kv.v, batch.block_tables, batch.seq_lens, block_mass=shares)
         got.add_(shares[0].sum(0))

@@ -200,7 +200,7 @@ def run_chunk(
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.write(layer, k, v, slots)
-        stored = cache.gather(seq_id, layer, stop)
+        stored = cache.storage.gather(layer, cache.manager.tables.block_ids(seq_id), stop)
         return causal_attention(q, stored.k.to(q.dtype), stored.v.to(q.dtype))
 
     return model.forward(tokens, torch.arange(start, stop), attend)
@@ -220,7 +220,7 @@ def decode_step(
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.write(layer, k, v, batch.slot_mapping)
-        kv = cache.layer(layer)
+        kv = cache.storage.layer(layer)
         return paged_attention(
             q,
             kv.k,

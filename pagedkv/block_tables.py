@@ -81,7 +81,7 @@ class BlockTables:
         # a decoding batch rarely changes; comparing costs a tenth of looking up
         if type(seq_ids) is list and _same(seq_ids, last_ids):
             return last_rows
-        if isinstance(seq_ids, str) or not isinstance(seq_ids, (Sequence, np.ndarray)):
+        if isinstance(seq_ids, str) or not is_batch(seq_ids):
             raise SequenceError(f"a batch is a list of sequence ids, got {seq_ids!r}")
         try:
             rows = list(map(self._rows.__getitem__, seq_ids))
@@ -172,6 +172,11 @@ class BlockTables:
         self.dropped.pop(row, None)
         self._last_batch = _NO_BATCH
         self._free_rows.append(row)
+
+
+def is_batch(given: object) -> bool:
+    """Whether something has entries to be taken in order: a sequence, or an array of any dimension but 0."""
+    return given.ndim > 0 if isinstance(given, np.ndarray) else isinstance(given, Sequence)
 
 
 def _same(seq_ids: list[SeqId], other: list[SeqId]) -> bool:

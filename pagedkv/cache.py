@@ -9,12 +9,12 @@ from torch import Tensor
 
 from pagedkv.arithmetic import div_ceil
 from pagedkv.block_tables import SeqId
-from pagedkv.errors import PagedKVError, SequenceError
+from pagedkv.errors import PagedKVError
 from pagedkv.manager import KVCacheManager
 from pagedkv.namespace import Media, Namespace
 from pagedkv.opened import Opened
 from pagedkv.spec import KVCacheSpec
-from pagedkv.storage import KVPair, KVStorage, LayerKV, Layout
+from pagedkv.storage import KVStorage, Layout
 
 
 class DecodeBatch(NamedTuple):
@@ -37,7 +37,8 @@ class PagedKVCache:
 
     The sequence methods are the manager's. Copies that copy-on-write and partial hits ask for are run when a
     sequence opens or grows, and again before a write, so no write is lost to one. ``manager`` and ``storage``
-    are there for everything else: ``manager.lookup``, ``manager.stats``, fences, events, ``manager.tables``.
+    are there for everything else: ``manager.lookup``, ``manager.stats``, fences, events, ``manager.tables``;
+    ``storage.layer`` for attention, ``storage.gather`` for contiguous tensors.
     To grow or shrink, use ``resize`` here, which keeps both in step; after ``manager.maintenance.defragment``
     run ``storage.copy_blocks`` on its moves. Not thread-safe, like its manager.
 
@@ -56,7 +57,7 @@ class PagedKVCache:
     True
     >>> batch = cache.batch(["a"])
     >>> cache.write(0, k[:1], v[:1], batch.slot_mapping)
-    >>> kv = cache.layer(0)
+    >>> kv = cache.storage.layer(0)
     >>> paged_attention(torch.ones(1, 1, 4), kv.k, kv.v, batch.block_tables, batch.seq_lens).tolist()
     [[[1.0, 1.0, 1.0, 1.0]]]
     """
@@ -179,19 +180,6 @@ class PagedKVCache:
         """Store keys and values of tokens at their slots; see ``KVStorage.write``."""
         self._run_copies()
         self.storage.write(layer, k, v, slot_mapping)
-
-    def layer(self, index: int) -> LayerKV:
-        """Views of one layer for ``paged_attention``; see ``KVStorage.layer``."""
-        return self.storage.layer(index)
-
-    def gather(self, seq_id: SeqId, layer: int, stop: int | None = None) -> KVPair:
-        """Contiguous keys and values of a sequence up to position ``stop`` (default: its end)."""
-        length = self.manager.tables.num_tokens(seq_id)
-        stop = length if stop is None else stop
-        whole = isinstance(stop, (int, np.integer)) and not isinstance(stop, bool)
-        if not whole or not 0 <= stop <= length:
-            raise SequenceError(f"position {stop} is outside sequence {seq_id!r} of {length} tokens")
-        return self.storage.gather(layer, self.manager.tables.block_ids(seq_id), int(stop))
 
     def _run_copies(self) -> None:
         """Run pending copies; they stay pending if that fails."""

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from pagedkv.block_tables import BlockTables, Int32Array, SeqId
+from pagedkv.block_tables import BlockTables, Int32Array, SeqId, is_batch
 from pagedkv.content import as_token_array
 from pagedkv.copies import PendingCopies
 from pagedkv.errors import SequenceError, require_count
@@ -24,7 +22,7 @@ def accepted_tokens(
     row or what the sequence has uncommitted, or if a copy into it is pending. Changes nothing. Cost: O(n).
     """
     for name, given in (("tokens", drafts), ("num_accepted", num_accepted)):
-        if not isinstance(given, (Sequence, np.ndarray)):
+        if not is_batch(given):
             raise SequenceError(f"{name} must have an entry for each sequence, got {given!r}")
     rows = [as_token_array(row) for row in drafts]
     counts = [require_count("num_accepted", count, 0) for count in num_accepted]

@@ -219,8 +219,9 @@ class KVCacheManager:
         Drafts that are yet to be verified count: ask for 1 + k. ``tables.write_block_tables`` then gives
         tables, lengths and slots. A partial tail that somebody else can see is replaced by a copy: run
         ``copies`` before writing. A tail that nobody else can see stays, and leaves the prefix cache if it
-        was in it. False when the blocks are not available now. Raises ``NeverFits`` beyond ``max_seq_len``.
-        Cost: O(batch + new blocks), vectorised.
+        was in it. False when the blocks are not available now (for an only sequence, while it holds what it
+        has dropped: ``context.drop_blocks(seq_id, [])`` gives that up). Raises ``NeverFits`` beyond
+        ``max_seq_len``. Cost: O(batch + new blocks), vectorised.
         """
         rows = self._tables.rows(seq_ids)
         num_tokens = require_count("num_tokens", num_tokens, 0)

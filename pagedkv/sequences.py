@@ -200,7 +200,7 @@ class Sequences:
     def _note_shared(self, rows: Int64Array, shared: Int32Array, copied: Int32Array) -> None:
         """Rows that have grown show nobody their tails, but for kept ones that fences or copies hold."""
         self.maybe_shared.difference_update(rows.tolist())
-        if self.cache.fences or len(self.cache.copies):
+        if len(copied) < len(shared) and (self.cache.fences or len(self.cache.copies)):
             self.maybe_shared.update(rows[np.setdiff1d(shared, copied)].tolist())
 
     def commit(self, row: int, tokens: Int32Array, extra: SequenceExtra) -> None:

@@ -61,7 +61,7 @@ def test_attention_reads_what_is_kept_and_nothing_else(backend: str, columns: li
     kept = [p for p in range(101) if p // SIZE not in columns]
     k, v = torch.cat([k[kept], more[0]]).double(), torch.cat([v[kept], more[1]]).double()
     q = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(5))
-    batch, kv = cache.batch(["a"]), cache.layer(0)
+    batch, kv = cache.batch(["a"]), cache.storage.layer(0)
     assert (batch.seq_lens.item(), batch.positions.item()) == (len(kept) + 7, 107)
     out = paged_attention(q, kv.k, kv.v, batch.block_tables, batch.seq_lens, backend=backend)
     for head in range(4):
@@ -136,7 +136,7 @@ def test_a_budget_of_the_whole_context_changes_nothing() -> None:
 def test_the_blocks_that_get_the_least_attention_change_it_the_least() -> None:
     """One query, six of twelve blocks dropped: the output moves at most by the share of mass that is gone."""
     cache, _, v = filled(97)
-    batch, kv = cache.batch(["a"]), cache.layer(0)
+    batch, kv = cache.batch(["a"]), cache.storage.layer(0)
     q = 3 * torch.randn(1, 2, 16, generator=torch.Generator().manual_seed(6))
     shares = torch.empty(1, 2, batch.block_tables.shape[1])
     whole = paged_attention(q, kv.k, kv.v, batch.block_tables, batch.seq_lens, block_mass=shares)

@@ -76,6 +76,7 @@ class Admission:
         The prompt comes in chunks of ``room``, the rest token by token, each committed before the next.
         Raises ``NeverFits`` if they never fit. Cost: O(groups x (hit + chunks)).
         """
+        self.require_length(num_tokens + growth)
         starts = np.arange(hit.position, max(num_tokens, hit.position + 1), room)
         ends = np.minimum(starts + room, num_tokens)
         if growth:
@@ -101,11 +102,17 @@ class Admission:
             needed = needed - counts[last_sink] - (counts[length] - counts[first])
         return needed
 
+    def require_length(self, num_tokens: int) -> None:
+        """Refuse more tokens than any sequence holds, and perhaps than an int64 can say."""
+        if num_tokens > self._max_seq_len:
+            raise NeverFits(
+                f"{num_tokens} tokens can never fit: a sequence holds at most {self._max_seq_len}"
+            )
+
     def require_fits(self, committed: Int64Array, num_tokens: Int64Array) -> None:
         """Refuse what a sequence could not hold if it were alone, with so many of its tokens committed."""
         have, longest = self._pool.num_blocks, int(num_tokens.max(initial=0))
-        if longest > self._max_seq_len:
-            raise NeverFits(f"{longest} tokens can never fit: a sequence holds at most {self._max_seq_len}")
+        self.require_length(longest)
         if div_ceil(longest, self._windows.block_size) * len(self._windows.groups) <= have:
             return
         need = self._windows.num_held(committed, num_tokens)
@@ -121,4 +128,4 @@ def chunk(max_fresh_tokens: int | None, num_tokens: int) -> int:
     """Tokens that a prompt takes room for at a time."""
     if max_fresh_tokens is None:
         return max(1, num_tokens)
-    return require_count("max_fresh_tokens", max_fresh_tokens, 1)
+    return min(require_count("max_fresh_tokens", max_fresh_tokens, 1), max(1, num_tokens))

@@ -91,8 +91,7 @@ class ContentTree:
         try:
             new = self.pool.acquire(num_new, shared, victims)
         except BaseException:
-            if len(nodes):
-                self.nodes.release(nodes, np.ones(len(nodes), np.bool_))
+            self.nodes.release(nodes, np.ones(len(nodes), np.bool_))
             raise
         if len(shared):
             self.policy.discard(shared)
@@ -202,21 +201,29 @@ class ContentTree:
         if at == len(tokens):
             return known
         try:
-            self._make_room_for_nodes(len(tokens) - at)
+            new = self._insert(tokens[at:], extra[at:], int(known[-1]) if at else parent)
         except BaseException:
             self.nodes.release(known[::-1], np.ones(at, np.bool_))
             raise
-        new = self.nodes.acquire(len(tokens) - at)
-        before = int(known[-1]) if at else parent
-        self.index.tokens[new] = tokens[at:]
-        self.index.insert(new, extra[at:], before)
+        return np.concatenate([known, new])
+
+    def _insert(self, tokens: Int32Array, extra: Int32Array, before: int) -> Int32Array:
+        """Hold new nodes behind ``before``; none is left if that fails."""
+        self._make_room_for_nodes(len(tokens))
+        new = self.nodes.acquire(len(tokens))
+        self.index.tokens[new] = tokens
+        try:
+            self.index.insert(new, extra, before)
+        except BaseException:
+            self.nodes.release(new, np.zeros(len(new), np.bool_))
+            raise
         self.children[before] += 1
         self.children[new[:-1]] = 1
-        for extra_id in extra[at:][extra[at:] > 0].tolist():
+        for extra_id in extra[extra > 0].tolist():
             self.extra_keys.share(extra_id)
         if self.events.recording:
             self.events.learn(new, before)
-        return np.concatenate([known, new])
+        return new
 
     def adopt(self, own: Int32Array, nodes: Int32Array) -> Int32Array:
         """Blocks [groups, n] to hold for consecutive ``nodes``: ``own`` where a group has none, else its.
@@ -275,9 +282,8 @@ class ContentTree:
         if not len(ids):
             return
         nodes = np.flatnonzero(self.index.indexed).astype(np.int32)
-        for extra_id in self.index.extra[nodes].tolist():
-            if extra_id:
-                self.extra_keys.drop(extra_id)
+        for extra_id in filter(None, self.index.extra[nodes].tolist()):
+            self.extra_keys.drop(extra_id)
         self.index.remove(self.index.behind(np.array([ROOT], np.int32)))
         self.nodes.evict(nodes)
         if self.events.recording:

@@ -11,6 +11,9 @@ from pagedkv.arithmetic import div_ceil
 from pagedkv.block_tables import Int64Array
 from pagedkv.errors import PagedKVError, require_count
 
+MOST_POSITIONS = 2**63 - 1
+"""More cannot be said in an int64."""
+
 
 @dataclass(frozen=True)
 class CacheGroup:
@@ -54,9 +57,9 @@ class CacheGroup:
         if len(set(layers)) < len(layers):
             raise PagedKVError(f"group {self.name!r} names a layer twice: {layers}")
         object.__setattr__(self, "layers", layers)
-        object.__setattr__(self, "sinks", require_count("sinks", self.sinks, 0))
+        object.__setattr__(self, "sinks", _positions("sinks", self.sinks, 0))
         if self.window is not None:
-            object.__setattr__(self, "window", require_count("window", self.window, 1))
+            object.__setattr__(self, "window", _positions("window", self.window, 1))
         elif self.sinks:
             raise PagedKVError(
                 f"group {self.name!r} has {self.sinks} sinks but no window: it sees all anyway"
@@ -86,6 +89,14 @@ class CacheGroup:
         full = num_tokens // block_size
         fallen = self.first_block(full * block_size, block_size) - self.sink_blocks(block_size)
         return div_ceil(num_tokens, block_size) - max(0, fallen)
+
+
+def _positions(name: str, value: int, least: int) -> int:
+    """A number of positions that an int64 can say."""
+    count = require_count(name, value, least)
+    if count > MOST_POSITIONS:
+        raise PagedKVError(f"{name} must be at most {MOST_POSITIONS}, got {count}")
+    return count
 
 
 def check_groups(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:

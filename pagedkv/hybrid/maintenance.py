@@ -29,6 +29,7 @@ class GroupMaintenance(Maintenance):
     def reset(self) -> bool:
         """Forget all cached content: every block is free then. False while any block is held, or content.
 
-        (A sequence whose windows are shorter than a block may hold contents alone.) Cost: O(cached blocks).
+        (A pin, a fence, or a sequence whose windows are shorter than a block may hold contents alone.)
+        Cost: O(cached blocks).
         """
         return not self._contents.num_active and super().reset()

@@ -8,7 +8,7 @@ import numpy as np
 
 from pagedkv.announced import Announced
 from pagedkv.arithmetic import div_ceil
-from pagedkv.block_ids import require_num_blocks
+from pagedkv.block_ids import MOST_BLOCKS, require_num_blocks
 from pagedkv.block_pool import BlockCounts
 from pagedkv.block_tables import BlockTables, Int32Array, SeqId
 from pagedkv.content import SequenceExtra, as_token_array
@@ -108,6 +108,8 @@ class HybridKVCacheManager:
         max_seqs = require_count("max_seqs", max_seqs, 1)
         whole_pool = num_blocks * self.block_size
         self.max_seq_len = whole_pool if max_seq_len is None else require_count("max_seq_len", max_seq_len, 1)
+        if self.max_seq_len > MOST_BLOCKS * self.block_size:
+            raise PagedKVError(f"max_seq_len must be at most {MOST_BLOCKS} blocks, got {max_seq_len} tokens")
         if not isinstance(watermark, (int, float)) or not 0.0 <= watermark < 1.0:
             raise PagedKVError(f"watermark must be in [0, 1), got {watermark!r}")
         self.prefix_caching = policy is not None
@@ -238,12 +240,14 @@ class HybridKVCacheManager:
         Drafts that are yet to be verified count: ask for 1 + k.
         A partial tail that somebody else can see is replaced by a copy, in every group: run ``copies``
         before writing. A tail that nobody else can see stays, and its content is forgotten. False when the
-        blocks are not available now. Raises ``NeverFits`` beyond ``max_seq_len``, or if one of the
-        sequences could not hold so many uncommitted tokens even alone. Cost: O(groups x (batch + blocks)).
+        blocks are not available now (for an only sequence, while uncommitted tokens take the room: commit or
+        cut it first). Raises ``NeverFits`` beyond ``max_seq_len``, or if one of the sequences could not hold
+        so many uncommitted tokens even alone. Cost: O(groups x (batch + blocks)).
         """
         rows = self._table.rows(seq_ids)
         num_tokens = require_count("num_tokens", num_tokens, 0)
         lens = self._table.seq_len[rows]
+        self._admission.require_length(int(lens.max(initial=0)) + num_tokens)
         self._admission.require_fits(lens, lens + num_tokens)
         return self._rows.extend(rows, num_tokens)
 

@@ -245,10 +245,9 @@ class Rows:
         if first == last:
             return
         blocks, nodes = self.tree.by_node(self.blocks[:, row, first:last]), self.nodes[row, first:last][::-1]
-        nodes = nodes[nodes != ROOT]
+        self.tree.let_go(blocks, nodes[nodes != ROOT])  # which may run out of memory
         self.blocks[:, row, first:last] = NULL_BLOCK
         self.nodes[row, first:last] = ROOT
-        self.tree.let_go(blocks, nodes)
 
     def _share(self, row: int, first: int, content: Int32Array) -> None:
         """Make the row's blocks from ``first`` on, full of ``content``, findable, or hold equal ones."""
@@ -272,17 +271,16 @@ class Rows:
         """Let go of what fell out of the windows, seen from ``position``, the last block boundary."""
         firsts = np.array(self.windows.first_blocks(position))
         lows = np.maximum(self.start[:, row], self.sink_blocks)
-        self.start[:, row] = np.maximum(self.start[:, row], firsts)
         low, high = int(lows.min()), int(firsts.max())
-        if low >= high:
-            return
-        index = np.arange(low, high)
-        gone = (lows[:, None] <= index) & (index < firsts[:, None])
-        held = self.blocks[:, row, low:high]
-        fallen = self.tree.by_node(np.where(gone, held, NULL_BLOCK))
-        held[gone] = NULL_BLOCK
-        self.num_fallen += len(fallen)
-        self.tree.let_go(fallen)
+        if low < high:
+            index = np.arange(low, high)
+            gone = (lows[:, None] <= index) & (index < firsts[:, None])
+            held = self.blocks[:, row, low:high]
+            fallen = self.tree.by_node(np.where(gone, held, NULL_BLOCK))
+            self.tree.let_go(fallen)  # if that runs out of memory, the next block that fills tries again
+            held[gone] = NULL_BLOCK
+            self.num_fallen += len(fallen)
+        self.start[:, row] = np.maximum(self.start[:, row], firsts)
 
     def _copy_tails(self, rows: Int64Array, columns: Int64Array, new: Int32Array) -> None:
         """Let the blocks ``new`` [groups, n] take the place of tails that others can see."""

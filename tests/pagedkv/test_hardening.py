@@ -166,6 +166,9 @@ WRONG: dict[str, Callable[[KVCacheManager], object]] = {
     "media number": lambda m: m.commit("a", [], media=3),  # type: ignore[arg-type]
     "pin list": lambda m: m.retention.unpin([]),  # type: ignore[arg-type]
     "accepted number": lambda m: m.commit_step(["a"], [[1]], num_accepted=3),  # type: ignore[arg-type]
+    "accepted scalar": lambda m: m.commit_step(["a"], [[1]], num_accepted=np.array(0)),  # type: ignore
+    "drafts scalar": lambda m: m.commit_step(["a"], np.array(1), [0]),
+    "batch scalar": lambda m: m.step(np.array("a")),  # type: ignore[arg-type]
     "drafts number": lambda m: m.commit_step(["a"], 3, [0]),
     "swap without manager": lambda m: SwapSpace(None, 4),  # type: ignore[arg-type]
     "pin too many": lambda m: m.retention.pin("a", np.uint8(200)),  # type: ignore[arg-type]

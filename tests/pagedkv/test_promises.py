@@ -173,11 +173,12 @@ def test_promise_8_scales_move_with_their_block() -> None:
     k, v = torch.randn(3, 2, 8) * 100, torch.randn(3, 2, 8)
     cache.write(0, k, v, cache.slots("a"))
     cache.commit("a", [1, 2, 3])
-    before = cache.gather("a", 0)
+    tables = cache.manager.tables
+    before = cache.storage.gather(0, tables.block_ids("a"), tables.num_tokens("a"))
     assert cache.fork("a", "b") and cache.step(["b"])
     cache.write(0, k[:1], v[:1], cache.slots("b"))
     for seq_id in "ab":
-        after = cache.gather(seq_id, 0, stop=3)
+        after = cache.storage.gather(0, tables.block_ids(seq_id), 3)
         assert torch.equal(after.k, before.k) and torch.equal(after.v, before.v)
     assert float((before.k - k).abs().max()) <= float(k.abs().max()) / 254 * 1.01
 

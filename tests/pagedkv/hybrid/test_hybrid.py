@@ -9,7 +9,7 @@ import pytest
 from pagedkv import Media, Namespace, NeverFits, PagedKVError, SequenceError
 from pagedkv.block_tables import NULL_BLOCK
 from pagedkv.hybrid import CacheGroup, HybridKVCacheManager
-from pagedkv.hybrid.group import longest_hit
+from pagedkv.hybrid.group import MOST_POSITIONS, longest_hit
 from pagedkv.testing import snapshot
 
 FULL, LOCAL = CacheGroup("full", (0,)), CacheGroup("local", (1,), window=4)
@@ -265,6 +265,64 @@ def test_growth_that_can_never_fit_is_told_from_growth_that_cannot_fit_now() -> 
         manager.append("a", 9)
     with pytest.raises(NeverFits, match="a sequence holds at most 100"):
         manager.append("a", 97)
+
+
+@pytest.mark.parametrize("count", [2**63 - 1, 2**63 - 3, 2**70])
+def test_huge_counts_do_not_wrap_around(count: int) -> None:
+    """Growth never fits, a chunk is all that is left, and a window is refused that no int64 can say."""
+    manager = opened()
+    before = state(manager)
+    with pytest.raises(NeverFits, match=f"^{count + 5} tokens can never fit"):
+        manager.append("a", count)
+    with pytest.raises(NeverFits, match=f"^{count + 2} tokens can never fit"):
+        manager.lookup([8, 9], count)
+    assert manager.lookup([8, 9, 8], 1, max_fresh_tokens=count) == manager.lookup([8, 9, 8], 1)
+    assert state(manager) == before
+    if count > MOST_POSITIONS:
+        with pytest.raises(PagedKVError, match=f"window must be at most {MOST_POSITIONS}, got {count}"):
+            CacheGroup("local", (0,), window=count)
+        with pytest.raises(PagedKVError, match=f"max_seq_len must be at most .* got {count} tokens"):
+            HybridKVCacheManager([FULL, LOCAL], 12, 2, max_seq_len=count)
+
+
+@pytest.mark.parametrize("name", ["close", "truncate", "commit"])
+def test_memory_that_runs_out_while_blocks_are_given_up_loses_none(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row still names them, so that a later call gives them up."""
+
+    def fail(count: int) -> None:
+        raise MemoryError
+
+    manager = opened()
+    calls = {"close": lambda: manager.close("a"), "truncate": lambda: manager.truncate("a", 0)}
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        if name == "commit":
+            assert manager.append("a", 3)
+            manager.truncate("a", 8)
+        patch.setattr(manager._tree.policy, "make_room", fail)
+        calls.get(name, lambda: manager.commit("a", [5, 6, 7, 8]))()
+    manager.check_invariants()
+    manager.close("a")
+    assert manager.counts.active == 0
+    manager.check_invariants()
+
+
+def test_a_commit_that_runs_out_of_memory_leaves_no_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room for contents is what it was."""
+
+    def fail(*args: object) -> None:
+        raise MemoryError
+
+    manager = HybridKVCacheManager([FULL, LOCAL], 12, 2)
+    assert manager.open("a", [1, 2, 3])
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(manager._tree.index, "insert", fail)
+        manager.commit("a", [1, 2, 3])
+    manager.check_invariants()
+    assert (manager.tables["full"].num_committed("a"), manager._tree.nodes.num_active) == (0, 0)
+    manager.commit("a", [1, 2, 3])
+    assert manager.stats().num_nodes == 1
 
 
 def test_a_fork_copies_its_tail_in_every_group() -> None:
