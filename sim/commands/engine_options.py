@@ -58,7 +58,7 @@ def _add_preemption(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--host-cache",
         type=size,
-        help="memory for prefixes: blocks are written to it when computed",
+        help="memory for prefixes: blocks are written to it when computed, and again when it has lost them",
     )
     _add_link(group, "host", "between GPU and host, both directions and both uses together")
 
@@ -179,6 +179,12 @@ def check_hybrid(args: argparse.Namespace) -> None:
     """Refuse with ``--hybrid`` what its manager does not have."""
     if args.hybrid:
         _refuse(args, ("disk_cache", "kv_budget"), "does not go with --hybrid")
+
+
+def check_prefix_caching(args: argparse.Namespace) -> None:
+    """Refuse with ``--no-prefix-caching`` what has an effect on prefixes alone."""
+    if args.no_prefix_caching:
+        _refuse(args, ("policy", "coalesce", "partial_hits"), "does not go with --no-prefix-caching")
 
 
 def _swap(args: argparse.Namespace, bytes_per_block: int) -> SwapSettings | None:

@@ -12,6 +12,7 @@ from pagedkv.policies import POLICIES
 from pagedkv.sim.commands.engine_options import (
     add_engine_options,
     check_hybrid,
+    check_prefix_caching,
     engine_config,
     tensor_parallel,
     transfer,
@@ -150,6 +151,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _setup(args: argparse.Namespace) -> ReplaySetup:
     check_hybrid(args)
+    check_prefix_caching(args)
     model, gpu = shard(read_model(args), args.tensor_parallel or 1), read_gpu(args)
     launch_s = None if args.launch_us is None else args.launch_us * 1e-6
     num_blocks, weight_bits = read_num_blocks(args, model, gpu), option(args, "weight_bits")

@@ -16,7 +16,7 @@ from pagedkv.sim.download import KNOWN_TRACES, download
 from pagedkv.sim.output.outputs import check_outputs, text_writer, write_outputs
 from pagedkv.sim.output.report import to_json
 from pagedkv.sim.readers.info import describe, info_document, info_rows
-from pagedkv.sim.readers.reading import Reading, open_trace
+from pagedkv.sim.readers.reading import Reading, open_trace, second_pass
 from pagedkv.sim.readers.row import Row
 from pagedkv.sim.readers.sampling import Sample, sample_rows
 from pagedkv.sim.readers.writing import WRITE_FORMATS, check_suffix, write_trace
@@ -202,6 +202,7 @@ def _write(
 
 def _arriving(reading: Reading, process: ArrivalProcess, seed: int) -> Iterator[Row]:
     """The requests in file order, at drawn arrivals; a first pass counts them."""
+    reading.source.require_two_passes()
     arrivals = iter(process.draw_seeded(seed, sum(1 for _ in reading)).tolist())
-    for row, arrival_s in zip(reading, arrivals, strict=True):
+    for row, arrival_s in second_pass(reading, arrivals):
         yield row._replace(arrival_s=arrival_s)

@@ -16,7 +16,7 @@ from pagedkv.sim.engine.engine_config import EngineConfig
 from pagedkv.sim.engine.link import Link, LinkSpeed
 from pagedkv.sim.engine.pool import Pool, blocks_between, open_loaded
 from pagedkv.sim.engine.waiting import WaitingQueue
-from pagedkv.sim.output.records import Records
+from pagedkv.sim.output.records import Records, Sample
 from pagedkv.sim.requests import Requests
 from pagedkv.sim.timing.step_time import StepTimeModel
 
@@ -185,7 +185,7 @@ class Disaggregated:
     def run(self) -> Records:
         """Serve every request: what the decoding engine wrote down, with what the other one knows better.
 
-        First tokens, hits and requests of a single token are those of the prefills.
+        First tokens, hits and requests of a single token are those of the prefills. Both have one end.
         """
         prefill, decode = self.prefill, self.decode
         while self._num_finished < self._num_requests:
@@ -195,9 +195,11 @@ class Disaggregated:
             else:
                 decode.tick(prefill_s)
         prefill.drain()
-        prefill.end()
-        decode.end()
+        end_s = max(prefill.now, decode.now)
+        prefill.end(end_s)
+        decode.end(end_s)
         records, other = decode.records, prefill.records
+        records.samples = _with_hits_of(other.samples, records.samples)
         self.num_hit_tokens_not_sent = records.hit_tokens
         records.hit_tokens, records.partial_hit_tokens = other.hit_tokens, other.partial_hit_tokens
         records.first_token_s = other.first_token_s
@@ -208,3 +210,15 @@ class Disaggregated:
         self._num_finished += 1
         if self._on_progress is not None:
             self._on_progress(self._num_finished)
+
+
+def _with_hits_of(prefill: list[Sample], decode: list[Sample]) -> list[Sample]:
+    """The samples of the decodes, with the prompts that the prefills had looked up by then.
+
+    These go on to the same end, and begin no later.
+    """
+    begun = np.searchsorted([s.time_s for s in prefill], [s.time_s for s in decode], side="right")
+    return [
+        sample._replace(queried_tokens=there.queried_tokens, hit_tokens=there.hit_tokens)
+        for sample, there in zip(decode, (prefill[i - 1] for i in begun.tolist()), strict=True)
+    ]

@@ -73,8 +73,9 @@ class Engine(Admission):
         self.host.end_writes()
         return self.records
 
-    def end(self) -> None:
-        """Take a sample where nothing goes on."""
+    def end(self, time_s: float = 0.0) -> None:
+        """Take a sample where nothing goes on, not before ``time_s``."""
+        self._wait_until(time_s)
         self._timeline.sample(self.now, len(self._running), len(self._waiting))
 
     # -- one turn of the loop

@@ -101,7 +101,9 @@ def _text(name: str, value: Any) -> str:
         return f"{value:,.3f} s" if name.endswith("_s") else f"{value:,.3f}"
     if isinstance(value, int):
         return f"{value:,}"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "-" if value is None else str(value)
 
 
 def _deadlines(trace: Requests, records: Records) -> dict[str, Any]:
@@ -134,6 +136,7 @@ def _disaggregation(setup: ReplaySetup, apart: Disaggregated, makespan_s: float)
         "hit_tokens_not_sent": apart.num_hit_tokens_not_sent,
         "evicted_blocks_decoding": decode.manager.stats().evicted_blocks,
         "prefill_steps": int(prefill.records.steps.column("num_steps").sum()),
+        "prefill_preemptions": prefill.records.num_preemptions,
         "bytes_prefill_peak_active": use.peak_active_blocks * setup.bytes_per_block,
         "bytes_prefill_mean_active": round(use.mean_active_blocks * setup.bytes_per_block),
     }
@@ -149,7 +152,9 @@ def _disk(disk: DiskTier, bytes_per_block: int, makespan_s: float) -> dict[str, 
         "writes": disk.write_link.num_transfers,
         "read_busy_s": disk.read_link.busy_s,
         "write_busy_s": disk.write_link.busy_s,
-        "busy_share": (disk.read_link.busy_s + disk.write_link.busy_s) / makespan_s,
+        "busy_share": _busy_share(
+            disk.read_link.busy_s + disk.write_link.busy_s, disk.read_link.free_s, makespan_s
+        ),
     }
 
 
@@ -158,5 +163,14 @@ def _link(link: Link, makespan_s: float) -> dict[str, Any]:
         "transfers": link.num_transfers,
         "bytes_on_link": link.num_bytes,
         "link_busy_s": link.busy_s,
-        "link_busy_share": link.busy_s / makespan_s,
+        "link_busy_share": _busy_share(link.busy_s, link.free_s, makespan_s),
     }
+
+
+def _busy_share(busy_s: float, free_s: float, makespan_s: float) -> float:
+    """Share of the makespan; what goes on after it, until ``free_s``, does so without a break.
+
+    >>> _busy_share(3.0, 9.0, 10.0), _busy_share(8.0, 14.0, 10.0), _busy_share(14.0, 14.0, 10.0)
+    (0.3, 0.4, 1.0)
+    """
+    return min(1.0, max(0.0, busy_s - max(0.0, free_s - makespan_s)) / makespan_s)

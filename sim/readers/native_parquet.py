@@ -20,8 +20,8 @@ _BATCH_ROWS = 256
 
 
 def is_parquet(source: Source) -> bool:
-    """Tell whether the file is Parquet, by its first bytes."""
-    return source.head(len(MAGIC)) == MAGIC
+    """Tell whether the file is Parquet, by its first bytes; a stream, which cannot be searched, is not."""
+    return not source.is_stream and source.head(len(MAGIC)) == MAGIC
 
 
 def records(source: Source) -> Iterator[tuple[Place, dict[str, Any]]]:

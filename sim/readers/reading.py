@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from pagedkv.sim.readers.formats import find_format
 from pagedkv.sim.readers.row import Format, Notes, ReadOptions, Row
 from pagedkv.sim.readers.source import Progress, Source
 from pagedkv.sim.trace import Trace, check_positive_int
+
+T = TypeVar("T")
 
 SORT_WINDOW = 100_000
 """Requests held back when a file is sorted by arrival; more disorder than that is refused."""
@@ -50,6 +53,21 @@ class Reading:
         if self.options.sort_window:
             rows = sorted_by_arrival(rows, self.options.sort_window)
         return _from_first(rows)
+
+
+def second_pass(reading: Reading, values: Iterable[T]) -> Iterator[tuple[Row, T]]:
+    """Yield the requests with what a first pass found of each.
+
+    Raises ``TraceError`` for a file that has more or fewer requests than it had.
+    """
+    rows = iter(reading)
+    for value in values:
+        row = next(rows, None)
+        if row is None:
+            raise reading.source.error("the file has changed: it has fewer requests than before")
+        yield row, value
+    if next(rows, None) is not None:
+        raise reading.source.error("the file has changed: it has more requests than before")
 
 
 def open_trace(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.sim.readers.reading import Reading
+from pagedkv.sim.readers.reading import Reading, second_pass
 from pagedkv.sim.readers.row import Row
 from pagedkv.sim.trace import TraceError
 
@@ -48,15 +48,16 @@ def sample_rows(reading: Reading, sample: Sample) -> Iterator[Row]:
     """Yield the chosen requests in file order; arrivals count from the first of them.
 
     Two passes over the file; memory: 16 bytes per request, and its sessions. A request whose session began
-    outside loses its think time. Raises ``TraceError`` for more random requests than there are, for a window
-    of a trace without arrivals, and if nothing is chosen.
+    outside loses its think time. Raises ``TraceError`` for a stream, for more random requests than there are,
+    for a window of a trace without arrivals, and if nothing is chosen.
     """
+    reading.source.require_two_passes()
     chosen = _chosen(reading, sample)
     if not chosen.any():
         raise reading.source.error("no request is in the sample")
     first_s: float | None = None
     begun: set[int | str] = set()
-    for row, keep in zip(reading, chosen, strict=True):
+    for row, keep in second_pass(reading, chosen.tolist()):
         if not keep:
             continue
         if row.think_s is not None and row.session not in begun:

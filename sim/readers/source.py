@@ -41,6 +41,24 @@ class Source:
         """
         return self.path.name.split(".")[0] or self.path.name
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is a pipe or the like, which gives its content once."""
+        return self.path.exists() and not (self.path.is_file() or self.path.is_dir())
+
+    def require_two_passes(self) -> None:
+        """Raise ``TraceError`` for a stream."""
+        if self.is_stream:
+            raise self.error("a stream cannot be read twice: save it as a file")
+
+    def stamp(self) -> tuple[int, int] | None:
+        """What differs once the file was written to: its bytes and the time of that; None if it is gone."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_size, found.st_mtime_ns
+
     def place(self, line: int, item: str = "") -> Place:
         """A place in this file."""
         return Place(self.path, line, item)
@@ -81,8 +99,8 @@ class Source:
 
         Refuses a pipe, whose beginning would be lost to those who read on.
         """
-        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
-            raise self.error("a stream cannot be read twice: state its --format")
+        if self.is_stream:
+            raise self.error("a stream cannot be read twice: state its --format, or save it as a file")
         found = b""
         for chunk in Source(self.path).chunks():
             found += chunk

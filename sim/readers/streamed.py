@@ -49,7 +49,7 @@ class StreamedTrace:
         Raises ``TraceError`` as reading does, for a file without requests, and from ``tokens`` for a file
         that has changed since.
         """
-        numbers = Numbers()
+        numbers, self._stamp = Numbers(), reading.source.stamp()
         for row in islice(reading, limit):
             numbers.add(row)
         if not numbers.num_requests:
@@ -105,10 +105,13 @@ class StreamedTrace:
         self._num_passed = 0
 
     def _pass_one(self) -> None:
+        source = self._reading.source
         if self._rows is None:
+            if source.stamp() not in (None, self._stamp):
+                raise source.error("the file has changed since its requests were counted")
             self._rows = iter(self._reading)
         i, row = self._num_passed, next(self._rows, None)
         if row is None or row.input_len != self.input_len[i]:
-            raise self._reading.source.error(f"the file has changed: request {i + 1} is another one")
+            raise source.error(f"the file has changed: request {i + 1} is another one")
         self._held[i] = content_pairs(row)
         self._num_passed += 1

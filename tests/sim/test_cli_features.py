@@ -199,6 +199,8 @@ def test_all_together_are_shown_in_a_table(capsys: Capture) -> None:
         (("--host-bandwidth", "9GB"), "--host-bandwidth needs --preemption swap, or --host-cache"),
         (("--host-cache", "9GB"), "--host-cache needs --host-bandwidth"),
         (("--host-cache", "9GB", "--no-prefix-caching"), "leave out --no-prefix-caching"),
+        (("--no-prefix-caching", "--coalesce"), "--coalesce does not go with --no-prefix-caching"),
+        (("--no-prefix-caching", "--policy", "arc"), "--policy does not go with --no-prefix-caching"),
         (DISK, "--disk-cache keeps what leaves the host: it needs --host-cache"),
         (DISK[2:], "--disk-read-bandwidth, --disk-write-bandwidth needs --disk-cache"),
         ((*HOST, *DISK[:4]), "--disk-cache needs --disk-write-bandwidth"),
@@ -228,6 +230,15 @@ def test_options_that_do_not_go_together_are_named(
 ) -> None:
     """In one line, before anything runs."""
     assert message in refusal(capsys, *options)
+
+
+def test_shares_of_what_goes_on_after_the_last_token_are_of_the_makespan(capsys: Capture) -> None:
+    """A link and a disk that never catch up were busy all the time, and not longer."""
+    slow = ("--host-cache", "1GiB", "--host-bandwidth", "1MB", *DISK[:4], "--disk-write-bandwidth", "1MB")
+    features = document(capsys, *slow)["features"]
+    assert features["host_tier"]["link_busy_share"] == pytest.approx(1.0, abs=0.1)
+    assert 0.9 < features["disk_tier"]["busy_share"] <= 1.0
+    assert features["disk_tier"]["write_busy_s"] > 1000
 
 
 def unnamed(value: Any, schema: dict[str, Any], place: str = "") -> list[str]:

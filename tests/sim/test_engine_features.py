@@ -573,6 +573,14 @@ class TestDisaggregation:
         apart, records = self.run(lengths([10], [1]))
         assert records.finish_s.tolist() == [1.0]
         assert apart.decode.link.num_transfers == 0
+        assert apart.decode.now == records.occupancy.seconds == 1.0  # idle, to the end of the run
+
+    def test_the_timeline_has_the_hits_of_the_prefills(self) -> None:
+        """8 tokens of the second prompt: it is looked up at 5 s, and waits for a seat until 7.25 s."""
+        apart, records = self.run(equal_prompts(2, 10, 4, [0.0, 5.0]), interval_s=1.0, max_batch=1)
+        found = {sample.time_s: (sample.queried_tokens, sample.hit_tokens) for sample in records.samples}
+        assert (found[4.25], found[6.25], found[max(found)]) == ((10, 0), (20, 8), (20, 8))
+        assert apart.decode.now == apart.prefill.now == max(found)
 
     def test_prompts_keep_their_blocks_until_they_are_fetched(self) -> None:
         """Seats for one on each side: the second prompt starts when the first has been fetched."""

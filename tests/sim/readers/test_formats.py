@@ -517,9 +517,10 @@ class TestRecognition:
             assert (format_of(path), lengths(path)) == ("azure", [(0.0, 5, 1)])
 
     def test_a_pipe_needs_its_format_and_can_then_be_read(self, tmp_path: Path) -> None:
-        for format in (None, "mooncake"):
+        native = '{"format": "pagedkv-trace", "version": 1}\n{"input_len": 9, "output_len": 1}\n'
+        for format, text in ((None, native), ("native", native), ("mooncake", TestMooncake.LINES[0])):
             read_end, write_end = os.pipe()
-            os.write(write_end, TestMooncake.LINES[0].encode())
+            os.write(write_end, text.encode())
             os.close(write_end)
             path = Path(f"/proc/self/fd/{read_end}")
             if not path.exists():

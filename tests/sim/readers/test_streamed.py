@@ -1,6 +1,7 @@
 """A replay of a file keeps the prompts of those requests that are in flight, whatever the file's length."""
 
 import json
+import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -132,12 +133,16 @@ def test_contents_of_every_kind_differ(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_and_a_second_replay_are_told(chats: Path, tmp_path: Path) -> None:
-    """With the request's number."""
+    """What was written to after the first pass, and, with the request's number, what became another one."""
     path = tmp_path / "changing.jsonl"
     lines = chats.read_text().splitlines(keepends=True)[:40]
     path.write_text("".join(lines))
     trace = StreamedTrace(open_trace(path))
-    path.write_text("".join(lines[:20]))
+    before = path.stat()
+    path.write_text("".join(lines[:20] + lines[21:] + lines[20:21]))
+    with pytest.raises(TraceError, match="the file has changed since its requests were counted"):
+        run_replay(trace, SETUP)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(TraceError, match="the file has changed: request 21 is another one"):
         run_replay(trace, SETUP)
     with pytest.raises(TraceError, match="request 0 of changing is forgotten"):

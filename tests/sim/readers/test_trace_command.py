@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from pagedkv.sim.cli import main
 from pagedkv.sim.readers import open_trace, read_trace
 from pagedkv.sim.readers.info import INFO_SCHEMA, describe
 from pagedkv.sim.readers.sampling import Sample, sample_rows
+from pagedkv.sim.readers.source import Source
 from pagedkv.sim.readers.writing import write_trace
 from pagedkv.sim.trace import TraceError
 from pagedkv.sim.workload import chat_long
@@ -281,6 +283,25 @@ class TestSample:
         assert "a window needs arrivals" in refused(
             capsys, "sample", path, tmp_path / "out", "--window", "0:1"
         )
+
+
+@pytest.mark.parametrize("command", [("sample", "--random", 2), ("convert", "--arrivals", "poisson")])
+def test_what_reads_twice_refuses_a_pipe_and_a_file_that_changed(
+    capsys: Capture, trace: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...]
+) -> None:
+    """Nothing is left behind."""
+    out = trace.with_name("out.jsonl")
+    argv = (command[0], trace, out, *command[1:])
+    with monkeypatch.context() as patch:
+        patch.setattr(Source, "is_stream", True)
+        assert "a stream cannot be read twice: save it as a file" in refused(
+            capsys, *argv, "--format", "mooncake"
+        )
+    passes = iter((8, 7))
+    everything = Source.lines
+    monkeypatch.setattr(Source, "lines", lambda source: islice(everything(source), next(passes)))
+    assert "it has fewer requests than before" in refused(capsys, *argv)
+    assert not out.exists()
 
 
 class TestSynth:
