@@ -7,10 +7,16 @@ import numpy.typing as npt
 
 from pagedkv.arithmetic import div_ceil
 from pagedkv.dropped import Dropped
-from pagedkv.errors import SequenceError
+from pagedkv.errors import PagedKVError, SequenceError
 
 NULL_BLOCK = 0
 """Reserved block id: never handed out, never counted; pads every table."""
+
+MOST_TOKENS = 2**31 - 1
+"""Of a block."""
+
+MOST_ENTRIES = 2**48
+"""Of block tables: more than any address space holds."""
 
 SeqId = Hashable
 Int32Array = npt.NDArray[np.int32]
@@ -35,7 +41,15 @@ class BlockTables:
     """
 
     def __init__(self, max_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
-        """Make empty rows; memory is committed by the operating system only as they are used."""
+        """Make empty rows; memory is committed by the operating system only as they are used.
+
+        Raises ``PagedKVError`` for sizes that no array can have.
+        """
+        if block_size > MOST_TOKENS or max_seqs * max_blocks_per_seq > MOST_ENTRIES:
+            raise PagedKVError(
+                f"block tables of {max_seqs} x {max_blocks_per_seq} entries, at most {MOST_ENTRIES} can be, "
+                f"and blocks of {block_size} tokens, at most {MOST_TOKENS}"
+            )
         self.block_size = block_size
         self.blocks: Int32Array = np.zeros((max_seqs, max_blocks_per_seq), np.int32)
         self.seq_len: Int64Array = np.zeros(max_seqs, np.int64)

@@ -274,6 +274,13 @@ def test_slots_do_not_overflow_32_bits(block: int) -> None:
     assert slots.tolist() == [block * 16 + 15]
 
 
+@pytest.mark.parametrize("sizes", [(2**63 - 1, 4, 4), (4, 2**70, 4), (4, 4, 2**70)])
+def test_sizes_that_no_array_can_have_are_refused(sizes: tuple[int, int, int]) -> None:
+    """With the numbers, and not by numpy."""
+    with pytest.raises(PagedKVError, match=str(max(sizes))):
+        BlockTables(*sizes)
+
+
 def test_a_row_is_cleared_and_reused_last_in_first_out() -> None:
     """Cutting a sequence to nothing zeroes its row, and the next sequence gets that row."""
     table = PageTable(BlockTables(3, 2, 4))
