@@ -39,7 +39,7 @@ class BlockCache:
         self._view = IndexView(num_blocks, self.index, self.extra_keys)
         policy.bind(self._view)
         self.fences = Fences(self._give_up)
-        self.copies = PendingCopies(self.release)
+        self.copies = PendingCopies(self.release, policy.make_room)
         self.events = EventLog(self.index)
         self.num_evicted = 0
         self.num_copied = 0

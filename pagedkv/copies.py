@@ -44,9 +44,12 @@ class PendingCopies:
     0
     """
 
-    def __init__(self, give_up: Callable[[Int32Array], None]) -> None:
-        """Start with none; ``give_up`` drops references on what was read, or leaves them to fences."""
-        self._give_up = give_up
+    def __init__(self, give_up: Callable[[Int32Array], None], make_room: Callable[[int], None]) -> None:
+        """Start with none; ``give_up`` drops references on what was read, or leaves them to fences.
+
+        ``make_room`` makes sure that it cannot run out of memory for so many.
+        """
+        self._give_up, self._make_room = give_up, make_room
         self.source_of: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -67,6 +70,7 @@ class PendingCopies:
     def take(self) -> BlockCopies:
         """Hand over the copies that wait and forget them; run them before any later write."""
         copies = self.pending
+        self._make_room(len(copies.src))  # or fail while nothing is forgotten yet
         self.source_of.clear()
         for block in copies.src.reshape(-1, 1):  # one by one, since several may read the same block
             self._give_up(block)

@@ -55,7 +55,7 @@ class ContentTree:
         self._spare_nodes = num_nodes - num_blocks
         self.index = PrefixIndex(num_nodes, block_size)
         self.extra_keys = ExtraKeys()
-        self.copies = PendingCopies(self.let_go)
+        self.copies = PendingCopies(self.let_go, policy.make_room)
         self.block_of: Int32Array = np.zeros((len(groups), num_nodes + 1), np.int32)
         self.node_of: Int32Array = np.zeros(num_blocks + 1, np.int32)
         self.group_of: npt.NDArray[np.int16] = np.zeros(num_blocks + 1, np.int16)

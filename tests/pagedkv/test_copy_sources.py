@@ -211,3 +211,23 @@ def test_a_copy_that_waits_keeps_its_source_s_content_findable_and_counts_it_onc
     engine.copy()
     assert engine.manager.stats().fenced_blocks == 0
     assert engine.read("a") == engine.read("b") == [*range(6)]
+
+
+def test_copies_that_cannot_be_taken_wait_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room to give up what they read is made before any of them is forgotten."""
+    engine = Engine(6)
+    engine.close("old", [*range(8)])
+    engine.open("a", [0, 1, 2, 3, 4, 5, 90], write=False)
+    copies, waiting = engine.manager.copies, engine.manager.copies.pending
+
+    def fail(count: int) -> None:
+        raise MemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "_make_room", fail)
+        with pytest.raises(MemoryError):
+            copies.take()
+    assert [x.tolist() for x in copies.pending] == [x.tolist() for x in waiting] and len(copies) == 1
+    engine.manager.check_invariants()
+    engine.copy()
+    assert engine.read("a") == [*range(6)]

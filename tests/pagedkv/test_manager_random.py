@@ -804,7 +804,9 @@ def mutate_held_sources(patch: pytest.MonkeyPatch) -> None:
 def mutate_fenced_sources(patch: pytest.MonkeyPatch) -> None:
     """What a copy reads is given up when it is taken, whatever fences are open."""
     original = PendingCopies.__init__
-    patch.setattr(PendingCopies, "__init__", lambda self, give_up: original(self, give_up.__self__._give_up))
+    patch.setattr(
+        PendingCopies, "__init__", lambda self, give_up, room: original(self, give_up.__self__._give_up, room)
+    )
 
 
 def mutate_best_child(patch: pytest.MonkeyPatch) -> None:
